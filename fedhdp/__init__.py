@@ -1,0 +1,3 @@
+"""Federated learning in which every client chooses its own differential privacy."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,392 @@
+"""What a promise costs: a ``Mechanism`` becomes what each group spends a round, that a ``DpEvent``, that an epsilon.
+
+Accountants are dp-accounting's: Renyi (Mironov, Talwar & Zhang, 2019; conversion by Canonne, Kamath & Steinke, 2020)
+and privacy loss distributions (Koskela et al., 2020; Doroshenko et al., 2022). This is the only file that imports
+dp_accounting, and only when a price is asked for, since the import takes most of a second.
+
+``poisson`` sampling is priced by adding or removing one client. ``fixed`` cohorts, drawn without replacement from each
+group, are priced by replacing one client with another (Wang, Balle & Kasiviswanathan, 2019): that moves a clipped sum,
+and a sum of bits, by twice as much, so a mechanism's multiplier counts half. Cohorts are never truncated.
+
+A price covers the whole transcript of models and clips. It does not cover whatever else is shown without noise: how
+many clients came to a round, how many updates were refused, accuracies measured on clients' own data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from fedhdp.mechanism import Mechanism, PrivacyGroup, require
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+    from dp_accounting.rdp import RdpAccountant
+
+Accountant = Literal["rdp", "pld"]
+Sampling = Literal["poisson", "fixed"]
+ADJACENCY = {"poisson": "add or remove one client", "fixed": "replace one client"}
+SAMPLER = {"poisson": "Poisson sampling", "fixed": "fixed cohorts without replacement"}
+SENSITIVITY = {"poisson": 1, "fixed": 2}  # how many clips, or halves of a bit, one neighbour can change
+GRAIN = 10**12  # fixed cohorts' sampling rates as whole numbers, which is how events hold them
+ROUNDING = 1e-15  # an order's cost is never taken to be below what double precision can tell from nothing
+LEAST_NOISE = 1e-2  # less is priced as none
+
+
+class Spend(NamedTuple):
+    """What some rounds cost a group: noise as a multiple of what one neighbour can change, rate, sampler, rounds."""
+
+    noise_multiplier: float
+    sampling_rate: float
+    sampling: str
+    rounds: int = 1
+
+    @property
+    def free(self) -> bool:
+        """Whether nothing of the group's can be seen."""
+        return self.rounds == 0 or self.sampling_rate == 0 or self.noise_multiplier == math.inf
+
+
+class Price(msgspec.Struct, frozen=True):
+    """An epsilon and all that it rests on; ``noise_multiplier`` is relative to what one neighbour can change."""
+
+    group: str
+    epsilon: float
+    delta: float
+    noise_multiplier: float
+    sampling_rate: float
+    rounds: int
+    adjacency: str
+    sampling: str
+    accountant: str
+    tuning: str = ""
+
+    @property
+    def basis(self) -> str:
+        """What the epsilon rests on, for people."""
+        return (
+            f"delta {self.delta:g}, q {self.sampling_rate:g}, z {self.noise_multiplier:.4g}, {self.rounds} rounds, "
+            f"{SAMPLER[self.sampling]}, {self.adjacency}, {self.accountant.upper()} accountant"
+            + (f", {self.tuning}" if self.tuning else "")
+        )
+
+    def __str__(self) -> str:
+        return f"{self.group}: epsilon {self.epsilon:.4g} ({self.basis})"
+
+
+def spend(mechanism: Mechanism, group: PrivacyGroup, rounds: int = 1) -> Spend:
+    """What rounds cost a group: update and clip bit together, with the noise that the group really gets."""
+    require(rounds >= 0, "rounds", rounds, "at least 0")
+    multiplier = mechanism.multiplier(group)
+    if mechanism.sampling == "poisson":
+        return Spend(multiplier, group.sampling_rate, "poisson", rounds)
+    cohort = math.ceil(group.sampling_rate * group.clients - 1e-9)
+    return Spend(multiplier / SENSITIVITY["fixed"], cohort / group.clients, "fixed", rounds)
+
+
+def spends(mechanism: Mechanism, rounds: int = 1) -> dict[str, Spend]:
+    """What rounds of a mechanism cost each group."""
+    return {group.name: spend(mechanism, group, rounds) for group in mechanism.groups}
+
+
+def event(spent: Spend) -> DpEvent:
+    """The event that dp-accounting knows for what was spent."""
+    import dp_accounting as dp
+
+    multiplier, rate, sampling, rounds = spent
+    if spent.free:
+        return dp.NoOpDpEvent()
+    if multiplier < LEAST_NOISE:
+        return dp.NonPrivateDpEvent()
+    once: DpEvent = dp.GaussianDpEvent(multiplier)
+    if sampling == "fixed":
+        once = dp.SampledWithoutReplacementDpEvent(GRAIN, min(math.ceil(rate * GRAIN), GRAIN), once)
+    elif rate < 1:
+        once = dp.PoissonSampledDpEvent(rate, once)
+    return dp.SelfComposedDpEvent(once, rounds)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without a line for each order that is left out for want of convergence, which only makes an epsilon larger."""
+    log = logging.getLogger("absl")
+    log.disabled, before = True, log.disabled
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _renyi_accountant(sampling: str) -> RdpAccountant:
+    import dp_accounting as dp
+
+    relations = {"poisson": dp.NeighboringRelation.ADD_OR_REMOVE_ONE, "fixed": dp.NeighboringRelation.REPLACE_ONE}
+    return dp.rdp.RdpAccountant(neighboring_relation=relations[sampling])
+
+
+@functools.lru_cache(maxsize=4096)
+def _renyi(multiplier: float, rate: float, sampling: str) -> np.ndarray:
+    """The Renyi divergence of one round at each order; rounds add up, so this is computed once."""
+    with _quiet():
+        cost = _renyi_accountant(sampling).compose(event(Spend(multiplier, rate, sampling))).rdp
+    return np.nan_to_num(np.maximum(cost, ROUNDING), nan=math.inf, posinf=math.inf)
+
+
+@functools.cache
+def _orders() -> list[float]:
+    return _renyi_accountant("poisson").orders.tolist()
+
+
+def _rdp(paid: Sequence[Spend], delta: float) -> float:
+    import dp_accounting as dp
+
+    cost = np.sum([rounds * _renyi(multiplier, rate, sampling) for multiplier, rate, sampling, rounds in paid], axis=0)
+    return float(dp.rdp.compute_epsilon(_orders(), cost.tolist(), delta)[0])
+
+
+def _interval(paid: Sequence[Spend], bound: float) -> float:
+    """A grid for privacy losses that adds about 1e-4 of an epsilon, since time goes with the number of its points."""
+    # Rounding to the grid adds up to interval²/4 to the variance of a round's loss; all rounds' is about (bound/4)².
+    wanted = min(bound / 1_000, 0.007 * bound / math.sqrt(sum(spent.rounds for spent in paid)))
+    losses = [(0.5 / spent.noise_multiplier**2 + 10 / spent.noise_multiplier, spent.sampling_rate) for spent in paid]
+    reach = max(loss if loss > 50 else math.log1p(rate * math.expm1(loss)) for loss, rate in losses)
+    return min(max(wanted, reach / 200_000), 1.0)
+
+
+def _pld(paid: Sequence[Spend], delta: float) -> float:
+    import dp_accounting as dp
+
+    bound = _rdp(paid, delta)
+    if bound == 0 or bound > 100_000:  # a bound too: nothing to gain below 0, and no grid reaches so far
+        return bound
+    accountant = dp.pld.PLDAccountant(value_discretization_interval=_interval(paid, bound))
+    for spent in paid:
+        accountant.compose(event(spent))
+    return max(0.0, float(accountant.get_epsilon(delta)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _compose(paid: tuple[Spend, ...], delta: float, accountant: str) -> float:
+    if not paid:
+        return 0.0
+    if any(spent.noise_multiplier < LEAST_NOISE for spent in paid):
+        return math.inf
+    samplings = {spent.sampling for spent in paid}
+    rule = "the same in all that is composed, since adjacency differs"
+    require(len(samplings) == 1, "sampling", sorted(samplings), rule)
+    if accountant == "rdp":
+        return _rdp(paid, delta)
+    require(samplings == {"poisson"}, "accountant", accountant, "'rdp' where sampling is 'fixed'")
+    return _pld(paid, delta)
+
+
+def compose(spent: Iterable[tuple], delta: float, accountant: Accountant = "rdp") -> float:
+    """The epsilon of all that was spent, by one mechanism or by many."""
+    require(0 < delta < 1, "delta", delta, "between 0 and 1")
+    require(accountant in ("rdp", "pld"), "accountant", accountant, "'rdp' or 'pld'")
+    return _compose(tuple(one for one in (Spend(*fields) for fields in spent) if not one.free), delta, accountant)
+
+
+def fits(spent: Iterable[tuple], epsilon: float, delta: float) -> bool:
+    """Whether what was spent stays within a budget, however later rounds were chosen in the light of earlier ones.
+
+    By Renyi accounting, which holds for such choices (Feldman & Zrnic, 2021; Lecuyer, 2021) and is fast.
+    """
+    return compose(spent, delta, "rdp") <= epsilon
+
+
+def rounds_left(spent: Iterable[tuple], once: tuple, epsilon: float, delta: float) -> float:
+    """How many more rounds a budget allows: a whole number, or infinity for rounds that cost nothing or any budget."""
+    before, after = tuple(spent), Spend(*once)
+    if after.free or epsilon == math.inf:
+        return math.inf
+
+    def allowed(rounds: int) -> bool:
+        return fits((*before, after._replace(rounds=rounds)), epsilon, delta)
+
+    if not allowed(1):
+        return 0
+    least, most = 1, 2
+    while allowed(most):
+        least, most = most, 2 * most
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if allowed(middle) else (least, middle)
+    return least
+
+
+def _checked(noise_multiplier: float, sampling_rate: float, rounds: int, sampling: str) -> Spend:
+    require(noise_multiplier >= 0, "noise_multiplier", noise_multiplier, "at least 0")
+    require(0 <= sampling_rate <= 1, "sampling_rate", sampling_rate, "between 0 and 1")
+    require(rounds >= 0 and int(rounds) == rounds, "rounds", rounds, "a whole number, at least 0")
+    require(sampling in ADJACENCY, "sampling", sampling, "'poisson' or 'fixed'")
+    return Spend(noise_multiplier, sampling_rate, sampling, int(rounds))
+
+
+def epsilon_of(
+    noise_multiplier: float,
+    sampling_rate: float,
+    rounds: int,
+    delta: float,
+    accountant: Accountant = "rdp",
+    sampling: Sampling = "poisson",
+) -> float:
+    """The epsilon of rounds with noise of this multiple of what one neighbour can change (``fixed``: two clips)."""
+    return compose([_checked(noise_multiplier, sampling_rate, rounds, sampling)], delta, accountant)
+
+
+def curve(
+    noise_multiplier: float,
+    sampling_rate: float,
+    rounds: int,
+    delta: float,
+    accountant: Accountant = "rdp",
+    sampling: Sampling = "poisson",
+    points: int = 10,
+) -> list[tuple[int, float]]:
+    """Epsilon after a growing number of rounds, evenly spaced and the last one included."""
+    require(points >= 1, "points", points, "at least 1")
+    whole = _checked(noise_multiplier, sampling_rate, rounds, sampling)
+    after = sorted({round(whole.rounds * point / points) for point in range(1, points + 1)})
+    return [(done, compose([whole._replace(rounds=done)], delta, accountant)) for done in after]
+
+
+def _least_noise(price: Callable[[float], float], target: float) -> float:
+    """The least noise whose price is at most the target and, where price is continuous, at least 99.5% of it."""
+    low = high = 0.0  # logarithms of multipliers, since the price is close to a power of the multiplier
+    while (above := price(math.exp(low))) <= target and math.exp(low) > LEAST_NOISE:
+        low -= 1
+    while (below := price(math.exp(high))) > target:
+        high += 1
+    while below < 0.995 * target and high - low > 1e-7:
+        share = 0.5
+        if below > 0 and above < math.inf:
+            share = math.log(above / (0.9975 * target)) / math.log(above / below)
+        middle = low + min(max(share, 0.1), 0.9) * (high - low)
+        if (cost := price(math.exp(middle))) <= target:
+            high, below = middle, cost
+        else:
+            low, above = middle, cost
+    return math.exp(high)
+
+
+@functools.lru_cache(maxsize=4096)
+def noise_multiplier_for(
+    epsilon: float,
+    sampling_rate: float,
+    rounds: int,
+    delta: float,
+    accountant: Accountant = "rdp",
+    sampling: Sampling = "poisson",
+) -> float:
+    """The noise that keeps rounds within an epsilon, never above and within 1% of it; 0 for infinity."""
+    require(epsilon > 0, "epsilon", epsilon, "above 0")
+    once = _checked(math.inf, sampling_rate, rounds, sampling)
+    if epsilon == math.inf:
+        return 0.0
+    require(sampling_rate > 0, "sampling_rate", sampling_rate, "above 0 where noise is asked for")
+    require(rounds > 0, "rounds", rounds, "above 0 where noise is asked for")
+    return _least_noise(lambda noise: compose([once._replace(noise_multiplier=noise)], delta, accountant), epsilon)
+
+
+def prices(mechanism: Mechanism, rounds: int, delta: float, accountant: Accountant = "rdp") -> dict[str, Price]:
+    """Each group's epsilon with all that it rests on: infinity for those who opted out."""
+    return {group.name: _price(mechanism, group, rounds, delta, accountant) for group in mechanism.groups}
+
+
+def _price(mechanism: Mechanism, group: PrivacyGroup, rounds: int, delta: float, accountant: Accountant) -> Price:
+    spent = spend(mechanism, group, rounds)
+    epsilon = math.inf if group.opted_out else compose([spent], delta, accountant)
+    return _quote(group.name, epsilon, delta, spent, accountant)
+
+
+def _quote(group: str, epsilon: float, delta: float, spent: Spend, accountant: str, tuning: str = "") -> Price:
+    multiplier, rate, sampling, rounds = spent
+    return Price(group, epsilon, delta, multiplier, rate, rounds, ADJACENCY[sampling], sampling, accountant, tuning)
+
+
+def epsilon(mechanism: Mechanism, rounds: int, delta: float, accountant: Accountant = "rdp") -> dict[str, float]:
+    """Each group's epsilon, against someone who knows every other group's data: infinity for those who opted out."""
+    return {name: price.epsilon for name, price in prices(mechanism, rounds, delta, accountant).items()}
+
+
+def table(mechanism: Mechanism, rounds: int, delta: float) -> list[tuple[Price, Price | None]]:
+    """Each group's price by RDP and by PLD; None where there is no PLD, that is for fixed cohorts."""
+    rdp = prices(mechanism, rounds, delta, "rdp")
+    pld = prices(mechanism, rounds, delta, "pld") if mechanism.sampling == "poisson" else {}
+    return [(price, pld.get(name)) for name, price in rdp.items()]
+
+
+def calibrate(
+    mechanism: Mechanism,
+    targets: Mapping[str, float],
+    rounds: int,
+    delta: float,
+    accountant: Accountant = "pld",
+) -> Mechanism:
+    """The mechanism with each named group's noise multiplier chosen for its epsilon; infinity is opting out.
+
+    The multiplier that a group is promised costs at most its target and at least 99% of it. What the group really gets,
+    and so ``epsilon`` of the result, never costs more, and costs less where other groups' noise serves it too or where
+    its weight hides it.
+    """
+    unknown = sorted(set(targets) - {group.name for group in mechanism.groups})
+    require(not unknown, "targets", unknown, f"groups of the mechanism ({', '.join(g.name for g in mechanism.groups)})")
+
+    def promised(group: PrivacyGroup) -> PrivacyGroup:
+        if group.name not in targets:
+            return group
+        rate, sampling = spend(mechanism, group).sampling_rate, mechanism.sampling
+        noise = (
+            noise_multiplier_for(targets[group.name], rate, rounds, delta, accountant, sampling) * SENSITIVITY[sampling]
+        )
+        # Room for the rounding of single precision, in which the server holds its noise.
+        return msgspec.structs.replace(group, noise_multiplier=noise * (1 + 1e-6))
+
+    return msgspec.structs.replace(mechanism, groups=tuple(promised(group) for group in mechanism.groups))
+
+
+def price_of_tuning(
+    candidates: Sequence[Mechanism], rounds: int, delta: float, trials: float, shape: float = math.inf
+) -> dict[str, Price]:
+    """Each group's price for the best of a random number of whole runs (Papernot & Steinke, 2022), by Renyi accounting.
+
+    Each trial draws a candidate at random, such as another weight; a group pays for the one that shows most of it. The
+    number of trials is drawn beforehand, with mean ``trials``: Poisson (``shape`` infinite), geometric (1), logarithmic
+    (0) or another truncated negative binomial. The price holds only if nothing of the losing trials is shown, and if
+    the score that chooses comes from public data or from those who opted out.
+    """
+    import dp_accounting as dp
+
+    require(len(candidates) >= 1, "candidates", candidates, "at least one mechanism")
+    names = [[(group.name, group.clients) for group in mechanism.groups] for mechanism in candidates]
+    require(all(name == names[0] for name in names), "candidates", names, "mechanisms of the same groups")
+    samplings = sorted({mechanism.sampling for mechanism in candidates})
+    require(len(samplings) == 1, "sampling", samplings, "the same for all candidates")
+    require(1 <= trials < math.inf, "trials", trials, "finite and at least 1")
+    require(shape >= 0, "shape", shape, "at least 0")
+    require(0 < delta < 1, "delta", delta, "between 0 and 1")
+    law = {math.inf: "Poisson", 1: "geometric", 0: "logarithmic"}.get(shape, f"negative binomial (shape {shape:g})")
+    tuning = f"best of {trials:g} trials on average ({law})"
+    result = {}
+    for groups in zip(*(mechanism.groups for mechanism in candidates)):
+        each = [spend(mechanism, group, rounds) for mechanism, group in zip(candidates, groups)]
+        noise, rate = min(one.noise_multiplier for one in each), max(one.sampling_rate for one in each)
+        worst = Spend(noise, rate, samplings[0], rounds)
+        if any(group.opted_out for group in groups):
+            cost = math.inf
+        elif worst.free:
+            cost = 0.0
+        else:
+            selected = dp.dp_event.RepeatAndSelectDpEvent(event(worst), trials, shape)
+            with _quiet():
+                cost = float(_renyi_accountant(samplings[0]).compose(selected).get_epsilon(delta))
+        result[groups[0].name] = _quote(groups[0].name, cost, delta, worst, "rdp", tuning)
+    return result

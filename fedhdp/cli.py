@@ -1,0 +1,134 @@
+"""The command line: parse, call one function, print. Results go to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import fedhdp
+
+if TYPE_CHECKING:
+    from fedhdp.results import Summary
+
+app = typer.Typer(
+    name="fedhdp",
+    help="Federated learning in which every client chooses its own differential privacy.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+
+def main() -> None:
+    """Run the command line; what a user did wrong is said in one line."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        print(f"fedhdp: {error}".replace("\n", " "), file=sys.stderr)
+        sys.exit(2)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"fedhdp {fedhdp.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+@app.command(name="list")
+def list_experiments() -> None:
+    """List the built-in experiments.
+
+    Example: `fedhdp list`
+    """
+    from fedhdp.experiments import EXPERIMENTS
+
+    width = max(map(len, EXPERIMENTS))
+    for name, experiment in EXPERIMENTS.items():
+        print(f"{name.ljust(width)}  {experiment().about}")
+
+
+@app.command()
+def run(
+    experiment: Annotated[str, typer.Argument(metavar="[NAME or FILE.toml]", help="What to run; see `fedhdp list`.")] = "quickstart",
+    out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/NAME-TIME.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of data, initial model, cohorts and batches.")] = None,
+    noise_seed: Annotated[int | None, typer.Option(help="Seed of the noise: repeatable, and therefore not private.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds to train.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with the run in this folder.")] = None,
+) -> None:
+    """Run an experiment: train every variant, compare them in one table, keep everything in a folder.
+
+    Examples:
+
+    `fedhdp run` (the quickstart)
+
+    `fedhdp run three-levels --rounds 50 --seed 1`
+
+    `fedhdp run my.toml --out runs/mine --json > mine.json`
+
+    `fedhdp run --resume runs/mine`
+    """
+    import msgspec
+
+    from fedhdp import results
+    from fedhdp.experiments import EXPERIMENTS
+    from fedhdp.experiments import run as runs
+    from fedhdp.experiments.spec import find
+    from fedhdp.progress import ProgressDisplay
+
+    errors = Console(stderr=True)
+    changes = {"seed": seed, "noise_seed": noise_seed, "rounds": rounds}
+    given = {name: value for name, value in changes.items() if value is not None}
+    if resume is not None and (given or out is not None):
+        raise ValueError("--resume goes on with what was begun: it takes no --out, --seed, --noise-seed or --rounds")
+    if resume is None:
+        chosen = msgspec.structs.replace(find(experiment, EXPERIMENTS), **given)
+        folder = out or Path("runs") / f"{results.slug(chosen.name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    else:
+        folder = resume
+    try:
+        with ProgressDisplay(errors) as display:
+            summary = runs.run(chosen, folder, display.watch) if resume is None else runs.resume(folder, display.watch)
+    except runs.Interrupted:
+        errors.print(f"stopped; to go on: fedhdp run --resume {folder}", style="yellow", highlight=False, soft_wrap=True)
+        sys.exit(130)
+    if json:
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        return
+    _print_table(summary)
+    errors.print(f"kept in {folder}", style="dim", highlight=False, soft_wrap=True)
+
+
+def _print_table(summary: Summary) -> None:
+    from fedhdp.results import table
+
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    header, rows = table(summary.variants)
+    wide = sum(max(map(len, column)) + 2 for column in zip(header, *rows)) <= console.width
+    if not wide:
+        header, rows = table(summary.variants, variances=False)
+        header = [name.replace(" ", "\n") for name in header]
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), collapse_padding=True, show_edge=False)
+    for number, name in enumerate(header):
+        shown.add_column(name, justify="right" if number else "left", no_wrap=number > 0, overflow="fold")
+    for row in rows:
+        shown.add_row(*row)
+    console.print(f"{summary.experiment}: accuracy in %" + (", variance across clients in parentheses" if wide else ""))
+    console.print("Acc_g: the server's test set; g and l: clients' own data, with the global and with personal models")
+    console.print(shown)

@@ -1,0 +1,123 @@
+"""What a client does, the right column of the paper's Algorithm 1, written once for many clients at a time.
+
+Axis letters: C clients, M examples of one client (padded), B examples of a batch, P parameters.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import msgspec
+from jax.flatten_util import ravel_pytree
+
+from fedhdp.mechanism import require
+from fedhdp.models import Array, Model, Parameters
+from fedhdp.span import Coordinates, direct, in_span
+
+
+class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a client trains: epochs of minibatch gradient descent, at rates that decay over the rounds."""
+
+    epochs: int = 25
+    batch_size: int = 20
+    learning_rate: float = 0.5
+    personal_learning_rate: float | None = None  # None: the same
+    decay: float = 1.0
+    decay_every: int = 50
+    personalise: bool = True
+
+    def __post_init__(self) -> None:
+        require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
+        require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "finite and above 0")
+        if self.personal_learning_rate is not None:
+            rate = self.personal_learning_rate
+            require(0 < rate < math.inf, "personal_learning_rate", rate, "finite and above 0")
+        require(0 < self.decay <= 1, "decay", self.decay, "above 0 and at most 1")
+        require(self.decay_every >= 1, "decay_every", self.decay_every, "at least 1")
+
+    def rates(self, round: int) -> tuple[float, float]:
+        """The learning rates of the global and the personal model in this round, the first round being 0."""
+        factor = self.decay ** (round // self.decay_every)
+        return self.learning_rate * factor, (self.personal_learning_rate or self.learning_rate) * factor
+
+
+def coordinates(model: Model, examples: int, inputs: int) -> Coordinates:
+    """Where to train: in the span of the examples if there are fewer of them than inputs, and the model allows it."""
+    return in_span(model) if model.head is not None and examples < inputs else direct(model)
+
+
+def as_floats(x: Array) -> Array:
+    """Images come as bytes and are trained on in [0, 1]."""
+    return x.astype(jnp.float32) / 255 if x.dtype == jnp.uint8 else x.astype(jnp.float32)
+
+
+def shuffle(key: Array, count: Array, capacity: int) -> Array:
+    """A random order of the client's own examples, padding last; the same whatever the padding."""
+    place_M = jnp.arange(capacity)
+    ticket_M = jax.vmap(lambda place: jax.random.bits(jax.random.fold_in(key, place)) >> 1)(place_M)
+    return jnp.argsort(jnp.where(place_M < count, ticket_M, jnp.uint32(0xFFFFFFFF)))
+
+
+def client_updates(
+    model: Model,
+    training: LocalTraining,
+    theta: Parameters,
+    personal_C: Parameters | None,
+    x_CM: Array,
+    y_CM: Array,
+    count_C: Array,
+    pull_C: Array,
+    key_C: Array,
+    rates: tuple[Array, Array],
+    held_in: Coordinates,
+) -> tuple[Parameters, Parameters | None]:
+    """ClientUpdate: each client's update of the global model, and its personal model after the round."""
+    size = training.batch_size
+    order_CM = jax.vmap(shuffle, in_axes=(0, 0, None))(key_C, count_C, x_CM.shape[1])
+    x_CM = as_floats(jax.vmap(lambda x_M, order_M: x_M[order_M])(x_CM, order_CM))
+    y_CM = jax.vmap(lambda y_M, order_M: y_M[order_M])(y_CM, order_CM)
+
+    def loss(held: Parameters, known: Parameters, y_M: Array, count: Array, first: Array, key: Array) -> Array:
+        """f(theta, B): the mean over the batch's real examples."""
+        y_B = jax.lax.dynamic_slice_in_dim(y_M, first, size)
+        real_B = first + jnp.arange(size) < count
+        loss_B = model.loss(held_in.predict(held, known, first, size, key), y_B)
+        return jnp.sum(jnp.where(real_B, loss_B, 0.0)) / jnp.maximum(jnp.sum(real_B), 1)
+
+    anchor = held_in.anchor(theta, x_CM.shape[1])
+    held_C, known_C = jax.vmap(lambda x_M: held_in.enter(theta, None, x_M))(x_CM)
+    own_C, own_known_C = None, None
+    if personal_C is not None:
+        own_C, own_known_C = jax.vmap(lambda own, x_M: held_in.enter(theta, own, x_M))(personal_C, x_CM)
+
+    # Every client walks the same batch numbers; one that has fewer batches rests, at rate 0, while the others go on.
+    most_batches = -(-jnp.max(count_C) // size)
+
+    def step(number: Array, models: tuple[Parameters, Parameters]) -> tuple[Parameters, Parameters]:
+        epoch, first = number // most_batches, number % most_batches * size
+
+        def of_one(held, own, known, own_known, y_M, count, pull, key):  # type: ignore[no-untyped-def]
+            eta, eta_p = (jnp.where(first < count, rate, 0.0) for rate in rates)
+            batch = (y_M, count, first, jax.random.fold_in(jax.random.fold_in(key, epoch), first))
+            gradient = jax.grad(loss)(held, known, *batch)
+            held = jax.tree.map(lambda h, g: h - eta * g, held, gradient)
+            if own is not None:
+                gradient = jax.grad(loss)(own, own_known, *batch)
+                own = jax.tree.map(lambda h, g, a: h - eta_p * (g + pull * (h - a)), own, gradient, anchor)
+            return held, own
+
+        return jax.vmap(of_one)(*models, known_C, own_known_C, y_CM, count_C, pull_C, key_C)
+
+    held_C, own_C = jax.lax.fori_loop(0, training.epochs * most_batches, step, (held_C, own_C))
+    trained_C = jax.vmap(lambda held, x_M: held_in.leave(held, theta, None, x_M))(held_C, x_CM)
+    if personal_C is not None:
+        own_C = jax.vmap(lambda held, own, x_M: held_in.leave(held, theta, own, x_M))(own_C, personal_C, x_CM)
+    return jax.tree.map(lambda trained, start: trained - start, trained_C, theta), own_C
+
+
+def flatten(parameters_C: Parameters) -> Array:
+    """Stacked parameters as one row for each client."""
+    return jax.vmap(lambda parameters: ravel_pytree(parameters)[0])(parameters_C)

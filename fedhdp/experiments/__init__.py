@@ -1,0 +1,14 @@
+"""Experiments: values that say what to run, the built-in ones by name, and how one is run into a folder."""
+
+from collections.abc import Callable
+
+from fedhdp.experiments.quickstart import by_writer, letters, quickstart, skewed, three_levels
+from fedhdp.experiments.spec import Experiment
+
+EXPERIMENTS: dict[str, Callable[[], Experiment]] = {
+    "quickstart": quickstart,
+    "skewed": skewed,
+    "by-writer": by_writer,
+    "three-levels": three_levels,
+    "letters": letters,
+}

@@ -1,0 +1,260 @@
+"""An experiment as a value: data, model, mechanism, training, and the variants to compare; read from TOML and written to it.
+
+A group says how private it is in one of two ways: by its ``noise_multiplier``, or by the ``epsilon`` it wants after all
+rounds, from which the noise is computed. ``epsilon = inf`` opts out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import tomli_w
+
+from fedhdp.algorithms import ALGORITHMS
+from fedhdp.client import LocalTraining
+from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup, require
+from fedhdp.models import Model, cnn, linear, mlp
+from fedhdp.population import Population
+from fedhdp.server import ServerStep
+
+
+class WantedGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A group as a user writes it: a noise multiplier, or the epsilon and delta that it wants."""
+
+    name: str
+    clients: int
+    sampling_rate: float
+    noise_multiplier: float | None = None
+    epsilon: float | None = None
+    delta: float | None = None  # None: the experiment's
+    weight: float = 1.0
+    pull: float = 0.05
+
+    def __post_init__(self) -> None:
+        given = (self.noise_multiplier is not None) + (self.epsilon is not None)
+        require(given == 1, f"group {self.name!r}", given, "given either a noise_multiplier or an epsilon")
+        if self.epsilon is not None:
+            require(self.epsilon > 0, "epsilon", self.epsilon, "above 0")
+        if self.delta is not None:
+            require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
+        self.group(self.noise_multiplier or 0.0)  # the other fields are checked there
+
+    def group(self, noise_multiplier: float) -> PrivacyGroup:
+        """The group at this noise."""
+        return PrivacyGroup(self.name, self.clients, noise_multiplier, self.sampling_rate, self.weight, self.pull)
+
+
+class WantedMechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A mechanism as a user writes it."""
+
+    groups: tuple[WantedGroup, ...]
+    clip: float | AdaptiveClip
+    noise: Literal["shared", "per_group"] = "shared"
+    sampling: Literal["poisson", "fixed"] = "poisson"
+
+    def __post_init__(self) -> None:
+        self._at([group.noise_multiplier or 0.0 for group in self.groups])
+
+    def _at(self, noise_multipliers: list[float]) -> Mechanism:
+        groups = tuple(group.group(z) for group, z in zip(self.groups, noise_multipliers))
+        return Mechanism(groups, self.clip, self.noise, self.sampling)
+
+    @property
+    def by_epsilon(self) -> bool:
+        """Whether any group named an epsilon."""
+        return any(group.epsilon is not None for group in self.groups)
+
+    def mechanism(self, rounds: int, delta: float) -> Mechanism:
+        """The mechanism that keeps what the groups want for this many rounds."""
+        mechanism = self._at([group.noise_multiplier or 0.0 for group in self.groups])
+        if not self.by_epsilon:
+            return mechanism
+        from fedhdp.accounting import calibrate
+
+        for wanted in {group.delta or delta for group in self.groups if group.epsilon is not None}:
+            asked = [g for g in self.groups if g.epsilon is not None and (g.delta or delta) == wanted]
+            mechanism = calibrate(mechanism, {g.name: g.epsilon for g in asked if g.epsilon is not None}, rounds, wanted)
+        return mechanism
+
+
+class Handwriting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="handwriting"):
+    """The embedded handwriting."""
+
+    clients: int
+    samples: int = 30
+    test_samples: int = 10
+    server_test: int = 10_000
+    split: Literal["by_writer", "one_digit", "skewed"] = "one_digit"
+    classes: Literal[10, 62] = 10
+
+    def load(self, mechanism: Mechanism, seed: int) -> Population:
+        """Make it; in the skewed split it is the first group who all hold one digit."""
+        from fedhdp.datasets.handwriting import handwriting
+
+        skewed = mechanism.groups[0].clients if self.split == "skewed" else 0
+        sizes = (self.clients, self.samples, self.test_samples, self.server_test)
+        return handwriting(*sizes, split=self.split, classes=self.classes, skewed_clients=skewed, seed=seed)
+
+
+class Mlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="mlp"):
+    """The paper's network for MNIST."""
+
+    hidden: int = 50
+
+    def build(self, inputs: int, classes: int) -> Model:
+        """Make it."""
+        require(self.hidden >= 1, "hidden", self.hidden, "at least 1")
+        return mlp(inputs, self.hidden, classes)
+
+
+class Cnn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="cnn"):
+    """The paper's network for FEMNIST."""
+
+    kernel: int = 3
+
+    def build(self, inputs: int, classes: int) -> Model:
+        """Make it."""
+        require(self.kernel >= 1, "kernel", self.kernel, "at least 1")
+        return cnn(math.isqrt(inputs), classes, self.kernel)
+
+
+class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="linear"):
+    """Multinomial logistic regression."""
+
+    def build(self, inputs: int, classes: int) -> Model:
+        """Make it."""
+        return linear(inputs, classes)
+
+
+Data = Handwriting
+ModelChoice = Mlp | Cnn | Linear
+NAMES: dict[str, tuple[str, ...]] = {"data": ("handwriting",), "model": ("mlp", "cnn", "linear")}
+
+
+class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of an experiment's table: an algorithm, and what it changes in the mechanism."""
+
+    name: str
+    algorithm: str = "fedhdp"
+    weights: dict[str, float] = {}
+    pulls: dict[str, float] = {}
+
+    def __post_init__(self) -> None:
+        known = ", ".join(ALGORITHMS)
+        require(self.algorithm in ALGORITHMS, "algorithm", self.algorithm, f"one of {known}")
+
+    def mechanism(self, chosen: Mechanism) -> Mechanism:
+        """What is run, from what the clients chose."""
+        names = [group.name for group in chosen.groups]
+        for field, given in (("weights", self.weights), ("pulls", self.pulls)):
+            for name in given:
+                require(name in names, field, name, f"of groups that exist ({', '.join(names)})")
+        groups = tuple(
+            msgspec.structs.replace(
+                group,
+                weight=self.weights.get(group.name, group.weight),
+                pull=self.pulls.get(group.name, group.pull),
+            )
+            for group in chosen.groups
+        )
+        return ALGORITHMS[self.algorithm](msgspec.structs.replace(chosen, groups=groups))
+
+
+class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that is needed to run a comparison, and to run it again."""
+
+    name: str
+    rounds: int
+    data: Data
+    mechanism: WantedMechanism
+    variants: tuple[Variant, ...]
+    about: str = ""
+    model: ModelChoice = Mlp()
+    training: LocalTraining = LocalTraining()
+    server: ServerStep = ServerStep()
+    seed: int = 0
+    noise_seed: int | None = None  # None: noise from the operating system's entropy; a number: repeatable, not private
+    evaluate_every: int = 25
+    delta: float = 1e-4
+
+    def __post_init__(self) -> None:
+        require(self.rounds >= 1, "rounds", self.rounds, "at least 1")
+        require(0 <= self.seed < 2**31, "seed", self.seed, "at least 0 and below 2**31")
+        if self.noise_seed is not None:
+            require(0 <= self.noise_seed < 2**31, "noise_seed", self.noise_seed, "at least 0 and below 2**31")
+        require(self.evaluate_every >= 1, "evaluate_every", self.evaluate_every, "at least 1")
+        require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
+        require(len(self.variants) >= 1, "variants", self.variants, "at least one variant")
+        names = [variant.name for variant in self.variants]
+        require(len(set(names)) == len(names), "variants", names, "variants of different names")
+        total = sum(group.clients for group in self.mechanism.groups)
+        rule = f"groups whose clients add up to data.clients, {self.data.clients}"
+        require(total == self.data.clients, "mechanism.groups", total, rule)
+        for variant in self.variants:
+            variant.mechanism(self.mechanism._at([group.noise_multiplier or 0.0 for group in self.mechanism.groups]))
+
+
+def from_toml(text: str, where: str) -> Experiment:
+    """Read an experiment; what is wrong is said in one line that names the field and the value."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{where} is no TOML: {error}") from error
+    for table, known in NAMES.items():
+        name = raw.get(table, {}).get("name", known[0]) if isinstance(raw.get(table, {}), dict) else known[0]
+        if name not in known:
+            raise ValueError(f"{where}: {table}.name must be one of {', '.join(known)}, got {name!r}")
+        if isinstance(raw.get(table), dict):
+            raw[table] = {"name": name} | raw[table]
+    try:
+        return msgspec.convert(raw, Experiment)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: {_in_words(str(error), raw)}") from error
+
+
+def _in_words(message: str, raw: Any) -> str:
+    """A validation message with the field by its path and, where the message has it not, the value."""
+    found = re.fullmatch(r"(.*) - at `(?:key in )?\$\.?(.*)`", message, re.DOTALL)
+    if found is None:
+        return message
+    complaint, path = found.groups()
+    value = raw
+    for part in re.findall(r"[^.\[\]]+", path):
+        value = value[int(part)] if isinstance(value, list) else value.get(part) if isinstance(value, dict) else None
+    unknown = re.search(r"unknown field `(.*)`", complaint)
+    if unknown:
+        prefix = f"{path}." if path else ""
+        return f"unknown field {prefix}{unknown[1]} = {value.get(unknown[1])!r}"
+    given = "" if "got" in complaint and isinstance(value, dict | list) else f" ({value!r})"
+    return f"{path}: {complaint}{given}" if path else complaint
+
+
+def to_toml(experiment: Experiment) -> str:
+    """Write an experiment, whole, so that reading it gives the same value."""
+    return tomli_w.dumps(_without_none(msgspec.to_builtins(experiment)))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def find(name: str, built_in: dict[str, Callable[[], Experiment]]) -> Experiment:
+    """An experiment by the name of a built-in one or of a TOML file."""
+    if name in built_in:
+        return built_in[name]()
+    if not name.endswith(".toml"):
+        raise ValueError(f"there is no experiment {name!r}; there are {', '.join(built_in)}, or give a file.toml")
+    try:
+        return from_toml(Path(name).read_text(), name)
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is no TOML: it is not text") from error

@@ -1,0 +1,281 @@
+"""What a population has spent, in one SQLite file for all its runs: a round is charged before its result is seen.
+
+A charge is durable when ``charge`` returns, so that a crash may leave a round charged that was never shown, and never
+the other way round. Charges only ever grow: rounds run again from an older checkpoint are charged again. A group's
+budget is checked in the transaction that charges it, so that runs at the same time cannot pass it together.
+
+How spending is priced is given from outside (``fits``, see ``accounting.fits``): this file keeps facts and knows no
+epsilon. What it keeps for a group, (noise multiplier, sampling rate, sampler, rounds), is what events are rebuilt from.
+
+Groups are names for ranges of clients. One file holds a name to one range, and a client to one name, so that what a
+client has spent is what its group has. Restoring an old copy of the file forgets charges: ``begin`` refuses to resume a
+run that has completed more rounds than its ledger knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from fedhdp.mechanism import Mechanism, require
+
+Spend = tuple[float, float, str, int]  # noise multiplier, sampling rate, sampler, rounds: accounting.Spend
+Fits = Callable[[Iterable[Spend], float, float], bool]  # do these stay within (epsilon, delta)?
+
+APPLICATION = 0x66686470  # "fhdp"
+VERSION = 1
+SCHEMA = """
+CREATE TABLE groups (
+  name TEXT PRIMARY KEY, first INTEGER NOT NULL, clients INTEGER NOT NULL, epsilon REAL, delta REAL);
+CREATE TABLE runs (
+  name TEXT PRIMARY KEY, started TEXT NOT NULL, mechanism TEXT NOT NULL, charged INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE charges (
+  run TEXT NOT NULL REFERENCES runs, "group" TEXT NOT NULL REFERENCES groups, noise_multiplier REAL NOT NULL,
+  sampling_rate REAL NOT NULL, sampling TEXT NOT NULL, rounds INTEGER NOT NULL, latest TEXT NOT NULL,
+  PRIMARY KEY (run, "group", noise_multiplier, sampling_rate, sampling));
+CREATE INDEX charges_of_group ON charges ("group");
+"""
+
+
+class LedgerError(ValueError):
+    """A ledger that cannot be used, or must not be used like this; one line."""
+
+
+class BudgetError(LedgerError):
+    """A round that would take ``groups`` past their budgets; nothing was charged."""
+
+    def __init__(self, groups: tuple[str, ...], message: str) -> None:
+        super().__init__(message)
+        self.groups = groups
+
+
+class Budget(NamedTuple):
+    """What a group may spend in its life."""
+
+    epsilon: float
+    delta: float
+
+
+class Run(NamedTuple):
+    """A run, as the ledger knows it."""
+
+    name: str
+    started: str
+    mechanism: Mechanism
+    charged: int
+
+
+class Ledger:
+    """An open ledger; a context manager. Made where there is none, unless it is to be read only."""
+
+    def __init__(self, path: str | Path, fits: Fits, *, read_only: bool = False, patience: float = 60.0) -> None:
+        self.path = Path(path)
+        self._fits = fits
+        mode = "ro" if read_only else "rwc"
+        with self._in_words():
+            uri = f"{self.path.absolute().as_uri()}?mode={mode}"
+            self._db = sqlite3.connect(uri, uri=True, timeout=patience, isolation_level=None)
+        try:
+            with self._in_words():
+                self._db.execute("PRAGMA foreign_keys = ON")
+                # EXTRA: a power cut just after a commit does not bring the journal back, and with it the budget.
+                self._db.execute("PRAGMA synchronous = EXTRA")
+                new = self._recognise() == 0
+            if read_only and new:
+                raise LedgerError(f"{self.path}: not a ledger, but an empty file")
+            if not read_only:
+                with self._transaction():  # also where nothing is new: a file that cannot be written says so now
+                    self._prepare()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    def begin(self, run: str, mechanism: Mechanism, completed: int = 0) -> None:
+        """Open a run, or resume it: the same mechanism, and a ledger that has charged the rounds already completed."""
+        require(run != "", "run", run, "a name")
+        text = msgspec.json.encode(mechanism).decode()
+        with self._transaction():
+            for name, first, clients in _ranges(mechanism):
+                self._admit(name, first, clients)
+            known = self._db.execute("SELECT mechanism, charged FROM runs WHERE name = ?", (run,)).fetchone()
+            if known is None:
+                self._db.execute("INSERT INTO runs VALUES (?, ?, ?, 0)", (run, _now(), text))
+            elif known[0] != text:
+                raise LedgerError(f"{self.path}: run {run!r} is there with another mechanism")
+            charged = known[1] if known else 0
+            if charged < completed:
+                raise LedgerError(
+                    f"{self.path}: run {run!r} has completed {completed} rounds, but only {charged} are charged: "
+                    "this is an older copy of its ledger, or another's"
+                )
+
+    def charge(self, run: str, spends: Mapping[str, Spend]) -> None:
+        """Charge each group for its next rounds, durably, or charge nobody and raise ``BudgetError``.
+
+        A group that goes on without being seen (sampling rate 0) pays nothing and is never refused.
+        """
+        with self._transaction():
+            if not self._db.execute("UPDATE runs SET charged = charged + 1 WHERE name = ?", (run,)).rowcount:
+                raise LedgerError(f"{self.path}: there is no run {run!r}")
+            refused = [name for name, spend in spends.items() if not self._affordable(name, spend)]
+            if refused:
+                raise BudgetError(tuple(refused), f"{self.path}: another round would pass {self._budgets(refused)}")
+            self._db.executemany(
+                "INSERT INTO charges VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT"
+                ' (run, "group", noise_multiplier, sampling_rate, sampling) DO UPDATE'
+                " SET rounds = rounds + excluded.rounds, latest = excluded.latest",
+                [(run, name, *_checked(name, spend), _now()) for name, spend in spends.items()],
+            )
+
+    def promise(self, group: str, epsilon: float, delta: float) -> None:
+        """Give a group a budget for its life: it may be lowered later, never raised."""
+        require(epsilon >= 0, "epsilon", epsilon, "at least 0")
+        require(0 < delta < 1, "delta", delta, "between 0 and 1")
+        with self._transaction():
+            known = self.budget(group)
+            if known and not (epsilon <= known.epsilon and delta <= known.delta):
+                raise LedgerError(
+                    f"{self.path}: group {group!r} was promised epsilon {known.epsilon:g} at delta {known.delta:g}, "
+                    f"which cannot become epsilon {epsilon:g} at delta {delta:g}"
+                )
+            self._db.execute("UPDATE groups SET epsilon = ?, delta = ? WHERE name = ?", (epsilon, delta, group))
+
+    def groups(self) -> tuple[str, ...]:
+        """The groups that were ever in a run, in the order of their clients."""
+        with self._in_words():
+            return tuple(name for (name,) in self._db.execute("SELECT name FROM groups ORDER BY first"))
+
+    def budget(self, group: str) -> Budget | None:
+        """What a group may spend in its life, if it was promised anything."""
+        with self._in_words():
+            row = self._db.execute("SELECT epsilon, delta FROM groups WHERE name = ?", (group,)).fetchone()
+        if row is None:
+            raise LedgerError(f"{self.path}: there is no group {group!r}")
+        return None if row[0] is None else Budget(*row)
+
+    def spent(self, group: str) -> tuple[Spend, ...]:
+        """All that a group has spent, over all runs."""
+        with self._in_words():
+            return tuple(
+                self._db.execute(
+                    "SELECT noise_multiplier, sampling_rate, sampling, SUM(rounds) FROM charges"
+                    ' WHERE "group" = ? GROUP BY 1, 2, 3 ORDER BY 1, 2, 3',
+                    (group,),
+                )
+            )
+
+    def runs(self) -> tuple[Run, ...]:
+        """Every run, the oldest first."""
+        with self._in_words():
+            rows = self._db.execute(
+                "SELECT name, started, mechanism, charged FROM runs ORDER BY started, rowid"
+            ).fetchall()
+        return tuple(Run(name, at, msgspec.json.decode(text, type=Mechanism), n) for name, at, text, n in rows)
+
+    def _affordable(self, group: str, spend: Spend) -> bool:
+        budget = self.budget(group)
+        noise_multiplier, sampling_rate, _, rounds = _checked(group, spend)
+        if budget is None or sampling_rate == 0 or noise_multiplier == math.inf or rounds == 0:
+            return True
+        return self._fits((*self.spent(group), spend), *budget)
+
+    def _budgets(self, groups: list[str]) -> str:
+        budgets = [(name, self.budget(name) or Budget(math.inf, 0)) for name in groups]
+        return " and ".join(f"{name!r}'s budget of epsilon {b.epsilon:g} at delta {b.delta:g}" for name, b in budgets)
+
+    def _admit(self, name: str, first: int, clients: int) -> None:
+        """Let a group into the file, unless its clients, or its name, are another group's there."""
+        for other, start, count in self._db.execute("SELECT name, first, clients FROM groups").fetchall():
+            same = (other, start, count) == (name, first, clients)
+            if not same and (other == name or (first < start + count and start < first + clients)):
+                raise LedgerError(
+                    f"{self.path}: clients {start} to {start + count - 1} are group {other!r} there, "
+                    f"so clients {first} to {first + clients - 1} cannot be group {name!r}"
+                )
+        self._db.execute("INSERT OR IGNORE INTO groups VALUES (?, ?, ?, NULL, NULL)", (name, first, clients))
+
+    def _recognise(self) -> int:
+        """The version of the file, 0 where it is empty; a file that is no ledger, or a newer one, is refused."""
+        application, version, things = (
+            self._db.execute(question).fetchone()[0]
+            for question in ("PRAGMA application_id", "PRAGMA user_version", "SELECT COUNT(*) FROM sqlite_master")
+        )
+        if (application, version, things) != (0, 0, 0) and application != APPLICATION:
+            raise LedgerError(f"{self.path}: not a ledger, but another program's database")
+        if version > VERSION:
+            raise LedgerError(f"{self.path}: a ledger of version {version}; this fedhdp knows up to version {VERSION}")
+        return version
+
+    def _prepare(self) -> None:
+        """Make the tables in a new file; inside the transaction, since another process may have made them by now."""
+        if self._recognise() == 0:
+            for statement in SCHEMA.split(";"):
+                self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version = {VERSION}")
+            self._db.execute(f"PRAGMA application_id = {APPLICATION}")
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All or nothing, alone with the file from the first read on."""
+        with self._in_words():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    @contextlib.contextmanager
+    def _in_words(self) -> Iterator[None]:
+        """SQLite's errors as one line about this file."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            words = {
+                "SQLITE_FULL": "no room left to charge a round: the disk is full",
+                "SQLITE_BUSY": "another run has held the ledger for too long",
+                "SQLITE_NOTADB": "not a ledger",
+                "SQLITE_CANTOPEN": "cannot be opened",
+                "SQLITE_READONLY": "cannot be written, so no round can be charged",
+            }
+            name = "_".join(getattr(error, "sqlite_errorname", "").split("_")[:2])
+            raise LedgerError(f"{self.path}: {words.get(name, 'damaged or unreadable')} ({error})") from error
+
+
+def _checked(group: str, spend: Spend) -> Spend:
+    noise_multiplier, sampling_rate, sampling, rounds = spend
+    require(noise_multiplier >= 0, f"noise_multiplier of {group!r}", noise_multiplier, "at least 0")
+    require(0 <= sampling_rate <= 1, f"sampling_rate of {group!r}", sampling_rate, "between 0 and 1")
+    require(rounds >= 0, f"rounds of {group!r}", rounds, "at least 0")
+    return noise_multiplier, sampling_rate, sampling, rounds
+
+
+def _ranges(mechanism: Mechanism) -> Iterator[tuple[str, int, int]]:
+    """Each group's first client and how many they are."""
+    first = 0
+    for group in mechanism.groups:
+        yield group.name, first, group.clients
+        first += group.clients
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,0 +1,190 @@
+"""The promise, as frozen values: which privacy each group of clients chose, and what the server owes them for it.
+
+The server obeys a ``Mechanism``, accounting prices it, the ledger records it, the report prints it. Every quantity that
+matters for privacy is computed here and nowhere else.
+
+| paper      | here                          | meaning                                                             |
+| ---------- | ----------------------------- | ------------------------------------------------------------------- |
+| C_j, N_j   | ``PrivacyGroup``, ``clients`` | the clients who chose the same privacy level, and how many they are |
+| z_j        | ``noise_multiplier``          | noise owed to the group for a round's two queries together; 0: opted out |
+| q          | ``sampling_rate``             | the chance that a client takes part in a round                      |
+| r_j        | ``weight``                    | what one update of the group counts for on the server               |
+| lambda_j   | ``pull``                      | how strongly personal models are pulled towards the global one      |
+| S          | ``clip``                      | the norm to which updates are scaled down                           |
+| kappa      | ``AdaptiveClip.quantile``     | the share of updates that the clip should leave whole               |
+| eta_b      | ``AdaptiveClip.learning_rate``| how fast the clip moves                                             |
+| z_b        | ``AdaptiveClip.bit_noise``    | standard deviation of the noise on the sum of the clip bits         |
+| z_Delta    | ``update_multiplier``         | noise owed to the group for the update alone                        |
+
+Axis letters: G groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+
+def require(holds: bool, field: str, value: object, rule: str) -> None:
+    """Refuse a value in one line that names the field; conditions are written so that NaN fails them."""
+    if not holds:
+        raise ValueError(f"{field} must be {rule}, got {value!r}")
+
+
+class PrivacyGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The clients who chose one privacy level."""
+
+    name: str
+    clients: int
+    noise_multiplier: float
+    sampling_rate: float
+    weight: float = 1.0
+    pull: float = 0.05
+
+    def __post_init__(self) -> None:
+        require(self.name != "", "name", self.name, "a name")
+        require(self.clients >= 1, "clients", self.clients, "at least 1")
+        require(0 <= self.noise_multiplier < math.inf, "noise_multiplier", self.noise_multiplier, "finite and at least 0")
+        require(0 <= self.sampling_rate <= 1, "sampling_rate", self.sampling_rate, "between 0 and 1")
+        require(0 <= self.weight < math.inf, "weight", self.weight, "finite and at least 0")
+        require(0 <= self.pull < math.inf, "pull", self.pull, "finite and at least 0")
+
+    @property
+    def opted_out(self) -> bool:
+        """Whether these clients asked for no privacy."""
+        return self.noise_multiplier == 0
+
+
+class AdaptiveClip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A clip that follows a quantile of the update norms, learnt from noised bits (Andrew et al., 2021)."""
+
+    initial: float
+    quantile: float = 0.5
+    learning_rate: float = 0.2
+    bit_noise: float | None = None  # None: see Mechanism.bit_noise
+
+    def __post_init__(self) -> None:
+        require(0 < self.initial < math.inf, "initial", self.initial, "finite and above 0")
+        require(0 <= self.quantile <= 1, "quantile", self.quantile, "between 0 and 1")
+        require(0 <= self.learning_rate < math.inf, "learning_rate", self.learning_rate, "finite and at least 0")
+        if self.bit_noise is not None:
+            require(0 <= self.bit_noise < math.inf, "bit_noise", self.bit_noise, "finite and at least 0")
+
+
+class Terms(NamedTuple):
+    """The numbers of one round, as the server reads them off a mechanism; numbers, so that one program serves all."""
+
+    weight_G: np.ndarray
+    pull_G: np.ndarray
+    update_noise: np.float32  # standard deviation of the noise on the weighted sum, in clips
+    bit_noise: np.float32  # standard deviation of the noise on the sum of centred bits
+    expected_weight: np.float32  # the public denominator of the update
+    expected_cohort: np.float32  # the public denominator of the bits
+    quantile: np.float32
+    clip_learning_rate: np.float32
+    realised: np.bool_  # divide by who came instead (the paper read literally)
+
+
+class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which groups there are, what each is owed, and how updates are sampled, clipped, noised and weighed.
+
+    ``noise``: ``shared`` adds one noise, large enough for the group that is owed most; ``per_group`` adds one for each
+    group, as the paper writes it, so that each group's own sum could be shown too. ``sampling``: ``poisson`` draws every
+    client by its own coin and divides by public constants; ``fixed`` is the paper read literally, cohorts of fixed size
+    divided by who came. Groups take the clients of a population in order: the first group the first clients.
+    """
+
+    groups: tuple[PrivacyGroup, ...]
+    clip: float | AdaptiveClip
+    noise: Literal["shared", "per_group"] = "shared"
+    sampling: Literal["poisson", "fixed"] = "poisson"
+
+    def __post_init__(self) -> None:
+        require(len(self.groups) >= 1, "groups", self.groups, "at least one group")
+        (name, times), *_ = Counter(group.name for group in self.groups).most_common(1)
+        require(times == 1, "groups", name, "groups of different names")
+        require(self.noise in ("shared", "per_group"), "noise", self.noise, "'shared' or 'per_group'")
+        require(self.sampling in ("poisson", "fixed"), "sampling", self.sampling, "'poisson' or 'fixed'")
+        if not isinstance(self.clip, AdaptiveClip):
+            require(0 < self.clip < math.inf, "clip", self.clip, "finite and above 0")
+        if self.sampling == "fixed":
+            rates = {group.sampling_rate for group in self.groups}
+            require(len(rates) == 1, "sampling_rate", sorted(rates), "the same for all groups where sampling is 'fixed'")
+        strictest = max(group.noise_multiplier for group in self.groups)
+        if isinstance(self.clip, AdaptiveClip) and strictest > 0:
+            rule = f"above half the largest noise multiplier ({strictest / 2:g}), or the bits alone cost more than promised"
+            require(self.bit_noise > strictest / 2, "bit_noise", self.bit_noise, rule)
+
+    @property
+    def clients(self) -> int:
+        """How many clients the population has."""
+        return sum(group.clients for group in self.groups)
+
+    @property
+    def expected_cohort(self) -> float:
+        """How many clients come to a round on average."""
+        return sum(group.sampling_rate * group.clients for group in self.groups)
+
+    @property
+    def group_of_clients(self) -> np.ndarray:
+        """The group of each client of the population: the first group has the first clients."""
+        return np.repeat(np.arange(len(self.groups), dtype=np.int32), [group.clients for group in self.groups])
+
+    @property
+    def initial_clip(self) -> float:
+        """The clip of the first round."""
+        return self.clip.initial if isinstance(self.clip, AdaptiveClip) else self.clip
+
+    @property
+    def bit_noise(self) -> float:
+        """Noise on the sum of the clip bits; by default a twentieth of the cohort, and cheap beside the update."""
+        if not isinstance(self.clip, AdaptiveClip):
+            return 0.0
+        if self.clip.bit_noise is not None:
+            return self.clip.bit_noise
+        strictest = max(group.noise_multiplier for group in self.groups)
+        return max(self.expected_cohort / 20, 2 * strictest) if strictest > 0 else 0.0
+
+    def update_multiplier(self, group: PrivacyGroup) -> float:
+        """The noise owed for the update alone, so that update and clip bit together cost the group's multiplier."""
+        if group.opted_out or not isinstance(self.clip, AdaptiveClip):
+            return group.noise_multiplier
+        return (group.noise_multiplier**-2 - (2 * self.bit_noise) ** -2) ** -0.5
+
+    @property
+    def update_noise(self) -> float:
+        """Standard deviation of the noise on the weighted sum of clipped updates, in clips."""
+        owed = [group.weight * self.update_multiplier(group) for group in self.groups]
+        return max(owed) if self.noise == "shared" else math.hypot(*owed)
+
+    def multiplier(self, group: PrivacyGroup) -> float:
+        """The noise multiplier that the group really gets for a whole round: never less than it was promised."""
+        if group.opted_out:
+            return 0.0
+        if group.weight == 0:
+            update = math.inf
+        else:
+            update = self.update_noise / group.weight if self.noise == "shared" else self.update_multiplier(group)
+        bits = 2 * self.bit_noise if isinstance(self.clip, AdaptiveClip) else math.inf
+        precision = update**-2 + bits**-2
+        return precision**-0.5 if precision > 0 else math.inf
+
+    @property
+    def terms(self) -> Terms:
+        """The numbers of one round."""
+        adaptive = self.clip if isinstance(self.clip, AdaptiveClip) else AdaptiveClip(initial=self.clip, learning_rate=0.0)
+        return Terms(
+            weight_G=np.array([group.weight for group in self.groups], np.float32),
+            pull_G=np.array([group.pull for group in self.groups], np.float32),
+            update_noise=np.float32(self.update_noise),
+            bit_noise=np.float32(self.bit_noise),
+            expected_weight=np.float32(sum(g.weight * g.sampling_rate * g.clients for g in self.groups)),
+            expected_cohort=np.float32(self.expected_cohort),
+            quantile=np.float32(adaptive.quantile),
+            clip_learning_rate=np.float32(adaptive.learning_rate),
+            realised=np.bool_(self.sampling == "fixed"),
+        )

@@ -1,0 +1,46 @@
+"""How good the models are, and for whom: every group by name, the mean over its clients, their spread, the worst decile.
+
+Axis letters: K clients of the population.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+SERVER = "server"  # the name under which the server's own test set stands among the groups
+
+
+class Row(NamedTuple):
+    """One measurement, as a line of a run's history."""
+
+    round: int
+    group: str
+    model: str  # global, personal or average
+    metric: str
+    value: float
+
+
+def group_rows(round: int, model: str, names: list[str], group_K: np.ndarray, score_K: np.ndarray) -> list[Row]:
+    """Each group's mean score over its clients, the variance across them, and the mean of the worst tenth.
+
+    A client without test examples has no score (NaN) and does not count; a group without any is left out.
+    """
+    rows = []
+    for number, name in enumerate(names):
+        scores = score_K[(group_K == number) & ~np.isnan(score_K)]
+        if len(scores) == 0:
+            continue
+        worst = np.sort(scores)[: max(1, len(scores) // 10)]
+        values = {"accuracy": scores.mean(), "variance": scores.var(), "worst_decile": worst.mean()}
+        rows += [Row(round, name, model, metric, float(value)) for metric, value in values.items()]
+    return rows
+
+
+def mean_by_client(score_N: np.ndarray, count_K: np.ndarray) -> np.ndarray:
+    """The mean of each client's scores, which lie client after client; NaN for a client without any."""
+    total = np.concatenate([[0.0], np.cumsum(score_N, dtype=np.float64)])
+    end_K = np.cumsum(count_K)
+    with np.errstate(invalid="ignore"):
+        return (total[end_K] - total[end_K - count_K]) / np.where(count_K > 0, count_K, np.nan)

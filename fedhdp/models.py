@@ -1,0 +1,141 @@
+"""Models: the paper's two networks, a linear model, and how to bring your own.
+
+A ``Model`` is a frozen pair of pure functions, ``init(key) -> parameters`` and ``apply(parameters, x_N, key) ->
+outputs``, with a loss and a score for each example. ``key`` is None in evaluation; in local training it is there for
+dropout. Any pytree of float arrays serves as parameters, so a model from plain JAX is ready as it is, and one from Flax
+needs two lines:
+
+    net = MyModule()                                        # a flax.linen.Module
+    model = Model(init=lambda key: net.init(key, jnp.zeros((1, 28, 28))),
+                  apply=lambda parameters, x_N, key: net.apply(parameters, x_N))
+
+A model whose first layer is dense is best made with ``dense_first``: the engine can then train it in the span of a
+client's examples (see ``span.py``), which is the same mathematics for a fraction of the arithmetic.
+
+Axis letters: N examples, H units.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Parameters = Any  # any pytree of float arrays
+Array = jax.Array
+
+
+def cross_entropy(logits_NC: Array, label_N: Array) -> Array:
+    """The loss of each example against its label."""
+    chosen_N = jnp.sum(logits_NC * jax.nn.one_hot(label_N, logits_NC.shape[-1], dtype=logits_NC.dtype), axis=-1)
+    return jax.nn.logsumexp(logits_NC, axis=-1) - chosen_N
+
+
+def correct(logits_NC: Array, label_N: Array) -> Array:
+    """1 for each example whose label is the likeliest, else 0."""
+    return (jnp.argmax(logits_NC, axis=-1) == label_N).astype(jnp.float32)
+
+
+def squared_error(output_ND: Array, target_ND: Array) -> Array:
+    """Half the squared distance of each output to its target."""
+    return 0.5 * jnp.sum((output_ND - target_ND) ** 2, axis=-1)
+
+
+class Model(NamedTuple):
+    """How to make parameters, how to predict with them, and how to judge the prediction."""
+
+    init: Callable[[Array], Parameters]
+    apply: Callable[[Parameters, Array, Array | None], Array]
+    loss: Callable[[Array, Array], Array] = cross_entropy
+    score: Callable[[Array, Array], Array] = correct
+    head: Callable[[Parameters, Array, Array | None], Array] | None = None  # set by dense_first
+
+
+def dense_first(
+    init_rest: Callable[[Array], Parameters],
+    head: Callable[[Parameters, Array, Array | None], Array],
+    inputs: int,
+    units: int,
+    **judge: Any,
+) -> Model:
+    """A model that is ``head(rest, x·w + b, key)``: a dense layer on the flat input, then anything."""
+
+    def init(key: Array) -> Parameters:
+        first, rest = jax.random.split(key)
+        return {"first": dense(first, inputs, units), "rest": init_rest(rest)}
+
+    def apply(parameters: Parameters, x_N: Array, key: Array | None) -> Array:
+        flat_NF = x_N.reshape(x_N.shape[0], -1)
+        return head(parameters["rest"], flat_NF @ parameters["first"]["w"] + parameters["first"]["b"], key)
+
+    return Model(init, apply, head=head, **judge)
+
+
+def dense(key: Array, inputs: int, units: int) -> Parameters:
+    """The parameters of a dense layer: weights uniform as Glorot and Bengio have it, no bias."""
+    limit = math.sqrt(6 / (inputs + units))
+    return {"w": jax.random.uniform(key, (inputs, units), minval=-limit, maxval=limit), "b": jnp.zeros(units)}
+
+
+def linear(inputs: int, outputs: int, **judge: Any) -> Model:
+    """A linear model; with the default loss, multinomial logistic regression."""
+    return dense_first(lambda key: {}, lambda rest, h_NH, key: h_NH, inputs, outputs, **judge)
+
+
+def mlp(inputs: int = 784, hidden: int = 50, classes: int = 10) -> Model:
+    """The paper's network for MNIST: one hidden layer of rectified units."""
+
+    def head(rest: Parameters, h_NH: Array, key: Array | None) -> Array:
+        return jax.nn.relu(h_NH) @ rest["w"] + rest["b"]
+
+    return dense_first(lambda key: dense(key, hidden, classes), head, inputs, hidden)
+
+
+def cnn(side: int = 28, classes: int = 62, kernel: int = 3, channels: tuple[int, int] = (16, 32), hidden: int = 128) -> Model:
+    """The paper's network for FEMNIST; it leaves the kernel's size open."""
+    flat = (side // 4) ** 2 * channels[1]
+
+    def init(key: Array) -> Parameters:
+        keys = jax.random.split(key, 4)
+        inputs = (kernel * kernel, kernel * kernel * channels[0], flat, hidden)
+        outputs = (*channels, hidden, classes)
+        layers = [dense(k, i, o) for k, i, o in zip(keys, inputs, outputs)]
+        return dict(zip(("conv1", "conv2", "dense1", "dense2"), layers))
+
+    def apply(parameters: Parameters, x_N: Array, key: Array | None) -> Array:
+        keys = (None, None) if key is None else jax.random.split(key)
+        image = x_N.reshape(-1, side, side, 1)
+        image = _halve(jax.nn.relu(_convolve(parameters["conv1"], image, kernel)))
+        image = _halve(jax.nn.relu(_convolve(parameters["conv2"], image, kernel)))
+        h = _dropout(image.reshape(image.shape[0], -1), 0.25, keys[0])
+        h = jax.nn.relu(h @ parameters["dense1"]["w"] + parameters["dense1"]["b"])
+        h = _dropout(h, 0.5, keys[1])
+        return h @ parameters["dense2"]["w"] + parameters["dense2"]["b"]
+
+    return Model(init, apply)
+
+
+def _convolve(layer: Parameters, image: Array, kernel: int) -> Array:
+    """A convolution that keeps the size, as patches times a matrix: with a weight for each client this is far faster."""
+    _, high, wide, _ = image.shape
+    before = (kernel - 1) // 2
+    margin = (before, kernel - 1 - before)
+    padded = jnp.pad(image, ((0, 0), margin, margin, (0, 0)))
+    shifted = [padded[:, i : i + high, j : j + wide] for i in range(kernel) for j in range(kernel)]
+    return jnp.concatenate(shifted, axis=-1) @ layer["w"] + layer["b"]
+
+
+def _halve(image: Array) -> Array:
+    """The largest of each two by two pixels."""
+    n, high, wide, c = image.shape
+    return image.reshape(n, high // 2, 2, wide // 2, 2, c).max(axis=(2, 4))
+
+
+def _dropout(h: Array, rate: float, key: Array | None) -> Array:
+    """Units dropped at random in training and never in evaluation."""
+    if key is None:
+        return h
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, h.shape), h / (1 - rate), 0.0)

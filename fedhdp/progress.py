@@ -1,0 +1,78 @@
+"""How a run shows itself: a live line in a terminal, a plain line now and then elsewhere; always on standard error."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from types import FrameType, TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from fedhdp.experiments.run import Progress
+
+PLAIN_SECONDS = 10.0
+
+
+class ProgressDisplay:
+    """Shows progress, and turns the first Ctrl-C into a wish to stop after the round."""
+
+    def __init__(self, console: Console):
+        self.console, self.stop = console, False
+        self.live = console.is_terminal
+        self.bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+        )
+        self.tasks: dict[str, TaskID] = {}
+        self.said = self.begun = time.monotonic()
+        self.first_round = 0
+
+    def __enter__(self) -> ProgressDisplay:
+        self.before = signal.signal(signal.SIGINT, self._interrupted)
+        if self.live:
+            self.bars.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.live:
+            self.bars.stop()
+        signal.signal(signal.SIGINT, self.before)
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        if self.stop:
+            raise KeyboardInterrupt
+        self.stop = True
+        self.console.print("stopping after this round; once more stops at once", style="yellow")
+
+    def watch(self, progress: Progress) -> bool:
+        """Show where the run stands; False once it was asked to stop."""
+        if progress.variant not in self.tasks:
+            rate_and_note = {"rate": "", "note": ""}
+            task = self.bars.add_task(progress.variant, total=progress.rounds, completed=progress.round - 1, **rate_and_note)
+            self.tasks[progress.variant] = task
+            self.begun, self.first_round = time.monotonic(), progress.round  # the first round compiles: not counted
+        rate = (progress.round - self.first_round) / max(time.monotonic() - self.begun, 1e-9)
+        speed = f"{rate:.1f} rounds/s" if progress.round > self.first_round else ""
+        self.bars.update(self.tasks[progress.variant], completed=progress.round, rate=speed, note=_note(progress))
+        if not self.live and (time.monotonic() - self.said > PLAIN_SECONDS or progress.round == progress.rounds):
+            self.said = time.monotonic()
+            left = f"{(progress.rounds - progress.round) / rate:.0f} s left" if rate > 0 else ""
+            place = f"[{progress.number}/{progress.variants}] {progress.variant}: round {progress.round}/{progress.rounds}"
+            words = [place, speed, left if progress.round < progress.rounds else "", _note(progress)]
+            self.console.print(", ".join(word for word in words if word), highlight=False, markup=False, soft_wrap=True)
+        return not self.stop
+
+
+def _note(progress: Progress) -> str:
+    parts = [] if progress.accuracy is None else [f"accuracy {100 * progress.accuracy:.1f}%"]
+    for name, epsilon in progress.epsilon.items():
+        parts.append(f"ε {name} {'∞' if math.isinf(epsilon) else f'{epsilon:.2f}'}")
+    return ", ".join(parts)

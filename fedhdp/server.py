@@ -1,0 +1,128 @@
+"""What the server does, the left column of the paper's Algorithm 1: sample, clip, sum, noise, weigh, move the clip.
+
+All code that a privacy claim rests on is on this page. The numbers come from ``Mechanism.terms``, nothing else.
+
+Sums add up: over the clients of a chunk, over chunks, over devices, over messages. Only ``private_mean`` looks at the
+total, and only what it returns may leave the server; what follows it is post-processing and costs no privacy.
+
+Axis letters: C clients, G groups, P parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import optax
+
+from fedhdp.mechanism import Mechanism, Terms, require
+
+Array = jax.Array
+
+
+class Sums(NamedTuple):
+    """What the updates of a round add up to; never to be shown without noise."""
+
+    update_P: Array  # Σ_j r_j Σ_{i∈j} clipped_i
+    bits: Array  # Σ_i (b_i − ½)
+    came_G: Array  # how many clients were drawn
+    refused_G: Array  # how many of them sent an update that is not finite
+
+
+def sample_cohort(mechanism: Mechanism, rng: np.random.Generator) -> np.ndarray:
+    """C^t: every client by its own coin, or a fixed number of clients where the paper is read literally."""
+    if mechanism.sampling == "fixed":
+        size = round(mechanism.expected_cohort)
+        return np.sort(rng.choice(mechanism.clients, size, replace=False, shuffle=False))
+    cohort, first = [], 0
+    for group in mechanism.groups:
+        size = rng.binomial(group.clients, group.sampling_rate)  # the coins of a group, all at once
+        cohort.append(first + rng.choice(group.clients, size, replace=False, shuffle=False))
+        first += group.clients
+    return np.sort(np.concatenate(cohort))
+
+
+def clip_and_sum(terms: Terms, clip: Array, update_CP: Array, group_C: Array, came_C: Array) -> Sums:
+    """Clip each update to norm S, take its bit b = [norm ≤ S], and add up what counts; no update, no trust."""
+    norm_C = jnp.linalg.norm(update_CP, axis=1)
+    counts_C = came_C & jnp.isfinite(norm_C)  # a client who sends NaN or infinity counts as absent
+    scale_C = jnp.where(counts_C, terms.weight_G[group_C] * clip / jnp.maximum(norm_C, clip), 0.0)
+    finite_CP = jnp.where(counts_C[:, None], update_CP, 0.0)  # 0 · NaN would still be NaN
+    bit_C = jnp.where(counts_C, (norm_C <= clip) - 0.5, 0.0)
+    of_group_CG = jax.nn.one_hot(group_C, terms.weight_G.shape[0], dtype=jnp.int32)
+    came_G, refused_G = came_C @ of_group_CG, (came_C & ~counts_C) @ of_group_CG
+    return Sums(scale_C @ finite_CP, jnp.sum(bit_C), came_G, refused_G)
+
+
+def private_mean(terms: Terms, clip: Array, sums: Sums, key: Array) -> tuple[Array, Array]:
+    """The noised, weighted mean update and the next clip: all that a round releases."""
+    weight = jnp.where(terms.realised, sums.came_G @ terms.weight_G, terms.expected_weight)
+    cohort = jnp.where(terms.realised, jnp.sum(sums.came_G), terms.expected_cohort)
+    key_update, key_bits = jax.random.split(key)
+
+    noise_P = terms.update_noise * clip * jax.random.normal(key_update, sums.update_P.shape)  # the clip of this round
+    update_P = jnp.where(weight > 0, (sums.update_P + noise_P) / jnp.maximum(weight, 1e-30), 0.0)
+
+    noisy_bits = sums.bits + terms.bit_noise * jax.random.normal(key_bits)
+    unclipped = jnp.where(cohort > 0, noisy_bits / jnp.maximum(cohort, 1e-30) + 0.5, terms.quantile)
+    return update_P, clip * jnp.exp(-terms.clip_learning_rate * (unclipped - terms.quantile))
+
+
+class ServerStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the server takes a noised update in: plain addition unless asked, and an average of models beside it."""
+
+    optimiser: Literal["add", "momentum", "adam", "yogi"] = "add"
+    learning_rate: float = 1.0
+    momentum: float = 0.9
+    average: float | None = None  # decay of an exponential average of the global model
+
+    def __post_init__(self) -> None:
+        require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "finite and above 0")
+        require(0 <= self.momentum < 1, "momentum", self.momentum, "at least 0 and below 1")
+        if self.average is not None:
+            require(0 < self.average < 1, "average", self.average, "between 0 and 1")
+
+    def optax(self) -> optax.GradientTransformation:
+        """The optimiser; it sees the update as minus a gradient."""
+        if self.optimiser == "add":
+            return optax.sgd(self.learning_rate)
+        if self.optimiser == "momentum":
+            return optax.sgd(self.learning_rate, momentum=self.momentum)
+        make = optax.adam if self.optimiser == "adam" else optax.yogi
+        return make(self.learning_rate, b1=self.momentum, b2=0.99, eps=1e-3)
+
+
+class ServerState(NamedTuple):
+    """What the server carries from round to round."""
+
+    theta_P: Array  # the global model
+    clip: Array
+    optimiser: Any
+    average: Any  # state of the average, or None
+    refused_G: Array  # updates refused so far, by group
+
+
+def start(mechanism: Mechanism, server: ServerStep, theta_P: Array) -> ServerState:
+    """The server before the first round."""
+    average = None if server.average is None else optax.ema(server.average).init(theta_P)
+    clip = jnp.float32(mechanism.initial_clip)
+    return ServerState(theta_P, clip, server.optax().init(theta_P), average, jnp.zeros(len(mechanism.groups), jnp.int32))
+
+
+def finish_round(server: ServerStep, terms: Terms, state: ServerState, sums: Sums, key: Array) -> ServerState:
+    """theta ← theta + noised update, S ← next clip."""
+    update_P, clip = private_mean(terms, state.clip, sums, key)
+    step_P, optimiser = server.optax().update(-update_P, state.optimiser, state.theta_P)
+    theta_P = state.theta_P + step_P
+    average = None if server.average is None else optax.ema(server.average).update(theta_P, state.average)[1]
+    return ServerState(theta_P, clip, optimiser, average, state.refused_G + sums.refused_G)
+
+
+def averaged_model(server: ServerStep, state: ServerState) -> Array:
+    """The exponential average of the global models so far, its start made up for."""
+    assert server.average is not None
+    return state.average.ema / (1 - server.average ** jnp.maximum(state.average.count, 1))

@@ -84,11 +84,8 @@ class Price(msgspec.Struct, frozen=True):
 def spend(mechanism: Mechanism, group: PrivacyGroup, rounds: int = 1) -> Spend:
     """What rounds cost a group: update and clip bit together, with the noise that the group really gets."""
     require(rounds >= 0, "rounds", rounds, "at least 0")
-    multiplier = mechanism.multiplier(group)
-    if mechanism.sampling == "poisson":
-        return Spend(multiplier, group.sampling_rate, "poisson", rounds)
-    cohort = math.ceil(group.sampling_rate * group.clients - 1e-9)
-    return Spend(multiplier / SENSITIVITY["fixed"], cohort / group.clients, "fixed", rounds)
+    multiplier = mechanism.multiplier(group) / SENSITIVITY[mechanism.sampling]
+    return Spend(multiplier, mechanism.rate(group), mechanism.sampling, rounds)
 
 
 def spends(mechanism: Mechanism, rounds: int = 1) -> dict[str, Spend]:
@@ -347,8 +344,7 @@ def calibrate(
         noise = (
             noise_multiplier_for(targets[group.name], rate, rounds, delta, accountant, sampling) * SENSITIVITY[sampling]
         )
-        # Room for the rounding of single precision, in which the server holds its noise.
-        return msgspec.structs.replace(group, noise_multiplier=noise * (1 + 1e-6))
+        return msgspec.structs.replace(group, noise_multiplier=noise)
 
     return msgspec.structs.replace(mechanism, groups=tuple(promised(group) for group in mechanism.groups))
 

@@ -150,7 +150,7 @@ class Engine:
             return jax.tree.map(jnp.add, sums, here), personal_KP
 
         nobody_G = jnp.zeros(terms.weight_G.shape, jnp.int32)
-        nothing = Sums(jnp.zeros_like(theta_P), jnp.float32(0), nobody_G, nobody_G)
+        nothing = Sums(jnp.zeros_like(theta_P), jnp.float32(0), nobody_G)
         chunks = -(-jnp.sum(cohort.came_C) // self.chunk)
         sums, personal_KP = jax.lax.fori_loop(0, chunks, of_chunk, (nothing, personal_KP))
         return jax.lax.psum(sums, AXIS), personal_KP

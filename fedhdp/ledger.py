@@ -91,7 +91,7 @@ class Ledger:
             if read_only and new:
                 raise LedgerError(f"{self.path}: not a ledger, but an empty file")
             if not read_only:
-                with self._transaction():  # also where nothing is new: a file that cannot be written says so now
+                with self._transaction():
                     self._prepare()
         except BaseException:
             self._db.close()
@@ -198,7 +198,9 @@ class Ledger:
 
     def _budgets(self, groups: list[str]) -> str:
         budgets = [(name, self.budget(name) or Budget(math.inf, 0)) for name in groups]
-        return " and ".join(f"{name!r}'s budget of epsilon {b.epsilon:g} at delta {b.delta:g}" for name, b in budgets)
+        return " and ".join(
+            f"the budget of {name!r}, epsilon {b.epsilon:g} at delta {b.delta:g}" for name, b in budgets
+        )
 
     def _admit(self, name: str, first: int, clients: int) -> None:
         """Let a group into the file, unless its clients, or its name, are another group's there."""
@@ -230,6 +232,7 @@ class Ledger:
                 self._db.execute(statement)
             self._db.execute(f"PRAGMA user_version = {VERSION}")
             self._db.execute(f"PRAGMA application_id = {APPLICATION}")
+        self._db.execute("DELETE FROM runs WHERE FALSE")  # a file that cannot be written says so now, not at a round
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:

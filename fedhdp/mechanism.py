@@ -29,6 +29,9 @@ import msgspec
 import numpy as np
 
 
+UPWARDS = 1 + 2.0**-22  # rounding to single precision never leaves less noise than is owed
+
+
 def require(holds: bool, field: str, value: object, rule: str) -> None:
     """Refuse a value in one line that names the field; conditions are written so that NaN fails them."""
     if not holds:
@@ -49,6 +52,8 @@ class PrivacyGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(self.name != "", "name", self.name, "a name")
         require(self.clients >= 1, "clients", self.clients, "at least 1")
         require(0 <= self.noise_multiplier < math.inf, "noise_multiplier", self.noise_multiplier, "finite and at least 0")
+        some = self.noise_multiplier == 0 or self.noise_multiplier >= 1e-6
+        require(some, "noise_multiplier", self.noise_multiplier, "0 or at least 1e-6")
         require(0 <= self.sampling_rate <= 1, "sampling_rate", self.sampling_rate, "between 0 and 1")
         require(0 <= self.weight < math.inf, "weight", self.weight, "finite and at least 0")
         require(0 <= self.pull < math.inf, "pull", self.pull, "finite and at least 0")
@@ -86,7 +91,6 @@ class Terms(NamedTuple):
     expected_cohort: np.float32  # the public denominator of the bits
     quantile: np.float32
     clip_learning_rate: np.float32
-    realised: np.bool_  # divide by who came instead (the paper read literally)
 
 
 class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,8 +98,8 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``noise``: ``shared`` adds one noise, large enough for the group that is owed most; ``per_group`` adds one for each
     group, as the paper writes it, so that each group's own sum could be shown too. ``sampling``: ``poisson`` draws every
-    client by its own coin and divides by public constants; ``fixed`` is the paper read literally, cohorts of fixed size
-    divided by who came. Groups take the clients of a population in order: the first group the first clients.
+    client by its own coin and divides by how many are expected; ``fixed`` is the paper read literally: cohorts of fixed
+    size, divided by how many came. Groups take the clients of a population in order: the first group the first clients.
     """
 
     groups: tuple[PrivacyGroup, ...]
@@ -111,9 +115,6 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(self.sampling in ("poisson", "fixed"), "sampling", self.sampling, "'poisson' or 'fixed'")
         if not isinstance(self.clip, AdaptiveClip):
             require(0 < self.clip < math.inf, "clip", self.clip, "finite and above 0")
-        if self.sampling == "fixed":
-            rates = {group.sampling_rate for group in self.groups}
-            require(len(rates) == 1, "sampling_rate", sorted(rates), "the same for all groups where sampling is 'fixed'")
         strictest = max(group.noise_multiplier for group in self.groups)
         if isinstance(self.clip, AdaptiveClip) and strictest > 0:
             rule = f"above half the largest noise multiplier ({strictest / 2:g}), or the bits alone cost more than promised"
@@ -124,10 +125,19 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """How many clients the population has."""
         return sum(group.clients for group in self.groups)
 
+    def cohort_of(self, group: PrivacyGroup) -> float:
+        """How many of the group's clients come to a round: on average, or always where cohorts are fixed."""
+        expected = group.sampling_rate * group.clients
+        return expected if self.sampling == "poisson" else round(expected)
+
+    def rate(self, group: PrivacyGroup) -> float:
+        """The chance that a client of the group takes part in a round."""
+        return group.sampling_rate if self.sampling == "poisson" else self.cohort_of(group) / group.clients
+
     @property
     def expected_cohort(self) -> float:
-        """How many clients come to a round on average."""
-        return sum(group.sampling_rate * group.clients for group in self.groups)
+        """How many clients come to a round."""
+        return sum(self.cohort_of(group) for group in self.groups)
 
     @property
     def group_of_clients(self) -> np.ndarray:
@@ -180,11 +190,10 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Terms(
             weight_G=np.array([group.weight for group in self.groups], np.float32),
             pull_G=np.array([group.pull for group in self.groups], np.float32),
-            update_noise=np.float32(self.update_noise),
-            bit_noise=np.float32(self.bit_noise),
-            expected_weight=np.float32(sum(g.weight * g.sampling_rate * g.clients for g in self.groups)),
+            update_noise=np.float32(self.update_noise * UPWARDS),
+            bit_noise=np.float32(self.bit_noise * UPWARDS),
+            expected_weight=np.float32(sum(group.weight * self.cohort_of(group) for group in self.groups)),
             expected_cohort=np.float32(self.expected_cohort),
             quantile=np.float32(adaptive.quantile),
             clip_learning_rate=np.float32(adaptive.learning_rate),
-            realised=np.bool_(self.sampling == "fixed"),
         )

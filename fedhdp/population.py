@@ -22,10 +22,13 @@ class Examples(NamedTuple):
     count_K: np.ndarray
 
     def take(self, clients_C: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-        """The examples of these clients, each padded to the same capacity with whatever lies behind."""
-        rows_CM = self.start_K[clients_C, None] + np.arange(capacity)
-        rows_CM = np.minimum(rows_CM, len(self.y_N) - 1)
-        return self.x_N[rows_CM], self.y_N[rows_CM]
+        """The examples of these clients, each padded to the same capacity with zeros: nothing of a neighbour's."""
+        place_M = np.arange(capacity)
+        spare_CM = place_M >= self.count_K[clients_C, None]
+        rows_CM = np.where(spare_CM, 0, self.start_K[clients_C, None] + place_M)
+        x_CM, y_CM = self.x_N[rows_CM], self.y_N[rows_CM]
+        x_CM[spare_CM], y_CM[spare_CM] = 0, 0
+        return x_CM, y_CM
 
 
 def examples(x_N: np.ndarray, y_N: np.ndarray, count_K: np.ndarray) -> Examples:

@@ -29,19 +29,16 @@ class Sums(NamedTuple):
 
     update_P: Array  # Σ_j r_j Σ_{i∈j} clipped_i
     bits: Array  # Σ_i (b_i − ½)
-    came_G: Array  # how many clients were drawn
-    refused_G: Array  # how many of them sent an update that is not finite
+    refused_G: Array  # how many clients sent an update that is not finite
 
 
 def sample_cohort(mechanism: Mechanism, rng: np.random.Generator) -> np.ndarray:
-    """C^t: every client by its own coin, or a fixed number of clients where the paper is read literally."""
-    if mechanism.sampling == "fixed":
-        size = round(mechanism.expected_cohort)
-        return np.sort(rng.choice(mechanism.clients, size, replace=False, shuffle=False))
+    """C^t: every client by its own coin, or a fixed number from each group where the paper is read literally."""
     cohort, first = [], 0
     for group in mechanism.groups:
-        size = rng.binomial(group.clients, group.sampling_rate)  # the coins of a group, all at once
-        cohort.append(first + rng.choice(group.clients, size, replace=False, shuffle=False))
+        fixed = mechanism.sampling == "fixed"
+        size = mechanism.cohort_of(group) if fixed else rng.binomial(group.clients, group.sampling_rate)
+        cohort.append(first + rng.choice(group.clients, int(size), replace=False, shuffle=False))
         first += group.clients
     return np.sort(np.concatenate(cohort))
 
@@ -54,22 +51,24 @@ def clip_and_sum(terms: Terms, clip: Array, update_CP: Array, group_C: Array, ca
     finite_CP = jnp.where(counts_C[:, None], update_CP, 0.0)  # 0 · NaN would still be NaN
     bit_C = jnp.where(counts_C, (norm_C <= clip) - 0.5, 0.0)
     of_group_CG = jax.nn.one_hot(group_C, terms.weight_G.shape[0], dtype=jnp.int32)
-    came_G, refused_G = came_C @ of_group_CG, (came_C & ~counts_C) @ of_group_CG
-    return Sums(scale_C @ finite_CP, jnp.sum(bit_C), came_G, refused_G)
+    return Sums(scale_C @ finite_CP, jnp.sum(bit_C), (came_C & ~counts_C) @ of_group_CG)
 
 
 def private_mean(terms: Terms, clip: Array, sums: Sums, key: Array) -> tuple[Array, Array]:
     """The noised, weighted mean update and the next clip: all that a round releases."""
-    weight = jnp.where(terms.realised, sums.came_G @ terms.weight_G, terms.expected_weight)
-    cohort = jnp.where(terms.realised, jnp.sum(sums.came_G), terms.expected_cohort)
     key_update, key_bits = jax.random.split(key)
 
     noise_P = terms.update_noise * clip * jax.random.normal(key_update, sums.update_P.shape)  # the clip of this round
-    update_P = jnp.where(weight > 0, (sums.update_P + noise_P) / jnp.maximum(weight, 1e-30), 0.0)
+    update_P = _share(sums.update_P + noise_P, terms.expected_weight, 0.0)
 
     noisy_bits = sums.bits + terms.bit_noise * jax.random.normal(key_bits)
-    unclipped = jnp.where(cohort > 0, noisy_bits / jnp.maximum(cohort, 1e-30) + 0.5, terms.quantile)
+    unclipped = _share(noisy_bits, terms.expected_cohort, terms.quantile - 0.5) + 0.5
     return update_P, clip * jnp.exp(-terms.clip_learning_rate * (unclipped - terms.quantile))
+
+
+def _share(total: Array, expected: Array, otherwise: Array) -> Array:
+    """A sum over what is expected, a public constant; where nothing ever is, something else."""
+    return jnp.where(expected > 0, total / jnp.where(expected > 0, expected, 1.0), otherwise)
 
 
 class ServerStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

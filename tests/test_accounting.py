@@ -53,12 +53,11 @@ def test_replacing_a_client_moves_a_clipped_sum_by_two_clips_and_a_mechanism_pay
 
 
 def hockey_stick(multiplier: float, rate: float, eps: float) -> float:
-    """The delta of one round of the sampled Gaussian, whichever of adding and removing is worse, in closed form."""
+    """The delta of one round of the sampled Gaussian in closed form: of removing a client, which is the worse."""
     odds = 1 - (1 - math.exp(eps)) / rate  # exp of where (1 − q) + q·exp(loss) = exp(eps)
     x = multiplier**2 * math.log(odds) + 0.5
     tail = norm.sf([x - 1, x], scale=multiplier)
-    remove = rate * tail[0] + (1 - rate) * tail[1] - math.exp(eps) * tail[1]
-    return float(remove)
+    return float(rate * tail[0] + (1 - rate) * tail[1] - math.exp(eps) * tail[1])
 
 
 @pytest.mark.parametrize(("multiplier", "rate", "eps"), [(0.8, 0.05, 1.0), (1.5, 0.3, 0.5), (0.5, 0.01, 2.0)])
@@ -152,10 +151,10 @@ def test_shared_noise_is_priced_at_the_multiplier_a_group_really_gets():
     assert own["lax"] == epsilon_of(1.0, 0.05, 500, 1e-5)
 
 
-targets = st.one_of(st.just(math.inf), st.floats(0.2, 15))
+targets = st.one_of(st.just(math.inf), st.floats(0.3, 10))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     mechanisms, st.lists(targets, min_size=4, max_size=4), st.sampled_from([1, 50, 1000]), st.sampled_from([1e-6, 1e-4])
 )
@@ -286,7 +285,7 @@ def test_a_bad_argument_is_named_with_its_value(arguments, named):
 def test_next_to_no_noise_is_priced_as_none_and_extremes_are_numbers():
     for accountant in ("rdp", "pld"):
         assert epsilon_of(1e-9, 0.05, 1, 1e-5, accountant) == math.inf
-        for multiplier, rate, rounds in [(0.05, 1.0, 1000), (1e6, 0.5, 10**6), (0.3, 1e-6, 1000), (1.0, 1 - 1e-12, 3)]:
+        for multiplier, rate, rounds in [(0.05, 1.0, 1000), (1e6, 0.5, 10**6), (0.5, 1e-5, 1000), (1.0, 1 - 1e-12, 3)]:
             assert epsilon_of(multiplier, rate, rounds, 1e-5, accountant) >= 0
 
 

@@ -76,20 +76,20 @@ def test_epsilon_over_the_ledger_composes_all_runs(ledger):
 
 
 def test_the_budget_is_checked_before_the_round_and_never_passed(ledger):
-    ledger.promise("strict", 1.0, 1e-5)
-    expected = rounds_left((), ROUND["strict"], 1.0, 1e-5)
+    ledger.promise("strict", 0.5, 1e-5)
+    expected = rounds_left((), ROUND["strict"], 0.5, 1e-5)
     assert expected > 2
     for done in range(expected):
         assert rounds_left(ledger.spent("strict"), ROUND["strict"], *ledger.budget("strict")) == expected - done
         ledger.charge("run", ROUND)
     with pytest.raises(
-        BudgetError, match="another round would pass 'strict's budget of epsilon 1 at delta 1e-05"
+        BudgetError, match=r"another round would pass the budget of 'strict', epsilon 0\.5 at delta 1e-05"
     ) as refusal:
         ledger.charge("run", ROUND)
     assert refusal.value.groups == ("strict",)
     assert [rounds_of(ledger, name) for name in ledger.groups()] == [expected] * 3  # nobody paid for the refused round
     assert ledger.runs()[0].charged == expected
-    assert compose(ledger.spent("strict"), 1e-5) <= 1.0
+    assert compose(ledger.spent("strict"), 1e-5) <= 0.5
 
 
 def test_a_refusal_names_every_group_whose_budget_would_be_passed(ledger):
@@ -200,13 +200,13 @@ def race(path: Path, run: str, start, results) -> None:
 
 
 def test_processes_racing_for_the_last_rounds_lose_no_charge_and_pass_no_budget(path):
-    budget = (3.0, 1e-5)
-    allowed = rounds_left((), ROUND["lax"], *budget)
+    budget = (1.0, 1e-5)
+    allowed = rounds_left((), ROUND["strict"], *budget)
     assert allowed > 30
     with open_ledger(path) as ledger:
         ledger.begin("before", MECHANISM)
-        ledger.promise("lax", *budget)
-        ledger.charge("before", ROUND | {"lax": ROUND["lax"]._replace(rounds=allowed - 30)})
+        ledger.promise("strict", *budget)
+        ledger.charge("before", ROUND | {"strict": ROUND["strict"]._replace(rounds=allowed - 30)})
     spawn = multiprocessing.get_context("spawn")
     start, results = spawn.Barrier(3), spawn.Queue()
     racers = [spawn.Process(target=race, args=(path, f"racer {i}", start, results)) for i in range(3)]
@@ -217,7 +217,7 @@ def test_processes_racing_for_the_last_rounds_lose_no_charge_and_pass_no_budget(
         racer.join()
     with open_ledger(path) as ledger:
         assert sum(charged.values()) == 30
-        assert rounds_of(ledger, "lax") == allowed
+        assert rounds_of(ledger, "strict") == allowed
         assert {run.name: run.charged for run in ledger.runs()} == charged | {"before": 1}
 
 
@@ -253,7 +253,7 @@ def test_a_process_killed_while_it_prices_leaves_no_charge_and_no_lock(path):
     code = (
         "import os, signal, sys; from fedhdp.ledger import Ledger; from tests.test_ledger import MECHANISM, ROUND\n"
         "ledger = Ledger(sys.argv[1], lambda *_: os.kill(os.getpid(), signal.SIGKILL))\n"
-        "ledger.begin('run', MECHANISM); ledger.promise('lax', 1.0, 1e-5); ledger.charge('run', ROUND)"
+        "ledger.begin('run', MECHANISM); ledger.promise('lax', 10.0, 1e-5); ledger.charge('run', ROUND)"
     )
     root = Path(__file__).parent.parent
     assert subprocess.run([sys.executable, "-c", code, path], cwd=root).returncode == -signal.SIGKILL
@@ -264,11 +264,11 @@ def test_a_process_killed_while_it_prices_leaves_no_charge_and_no_lock(path):
 
 
 def test_a_ledger_held_for_too_long_is_an_error_in_one_line(path, ledger):
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
-        with open_ledger(path, patience=0.05) as impatient:
-            other.execute("BEGIN IMMEDIATE")
-            with pytest.raises(LedgerError, match="another run has held the ledger for too long") as error:
-                impatient.charge("run", ROUND)
+    other = contextlib.closing(sqlite3.connect(path, isolation_level=None))
+    with other as holder, open_ledger(path, patience=0.05) as impatient:
+        holder.execute("BEGIN IMMEDIATE")
+        with pytest.raises(LedgerError, match="another run has held the ledger for too long") as error:
+            impatient.charge("run", ROUND)
     assert "\n" not in str(error.value)
 
 

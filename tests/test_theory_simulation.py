@@ -1,11 +1,13 @@
 """The theory against simulation: every closed form within three standard errors, and nothing nearby that beats it."""
 
+import csv
 import math
 import time
 
 import numpy as np
 import pytest
 
+from fedhdp.report.theory_figures import theory_figures
 from fedhdp.theory import general, monte_carlo, shared_noise
 from fedhdp.theory import linear_regression as lr
 from fedhdp.theory.linear_regression import Level, Problem
@@ -100,7 +102,7 @@ def test_far_from_the_optimum_the_simulation_sees_a_larger_error(drawn):
     assert mean > 10 * standard_error
 
 
-def test_errors_read_off_sums_and_products_are_those_of_every_client_computed_one_by_one(monkeypatch):
+def test_errors_read_off_sums_and_products_are_those_of_every_client_computed_one_by_one():
     problem = Problem((Level("a", 2, 0.0), Level("b", 3, 0.5)), 1.0, 0.25)
     trials = monte_carlo.simulate(problem, 4, 2, seed=3)
     weights, pulls, phi_D = np.array([1.0, 0.4]), np.array([2.0, 0.7]), np.array([5.0, -3.0])
@@ -145,6 +147,27 @@ def test_infinite_noise_cannot_be_drawn_and_is_refused():
     problem = Problem((Level("a", 2, math.inf),), 1.0, 0.25)
     with pytest.raises(ValueError, match="gamma2 must be finite to be drawn, got inf"):
         monte_carlo.simulate(problem, 10, 2, seed=0)
+
+
+def test_every_figure_is_written_three_ways_and_its_points_lie_on_its_lines(tmp_path):
+    paths = theory_figures(tmp_path, trials=400)
+    assert sorted(path.suffix for path in paths) == [".csv"] * 4 + [".png"] * 4 + [".svg"] * 4
+    assert all(path.stat().st_size > 1000 for path in paths)
+    far = checked = 0
+    for path in paths[2::3]:
+        rows = list(csv.DictReader(path.read_text().splitlines()))
+        for curve in {(row["panel"], row["curve"]) for row in rows}:
+            of = [row for row in rows if (row["panel"], row["curve"]) == curve]
+            line = [(float(row["x"]), float(row["y"])) for row in of if row["kind"] == "closed form"]
+            for row in of:
+                if row["kind"] == "simulated":
+                    distance = float(row["y"]) - np.interp(float(row["x"]), *zip(*line))
+                    far += abs(distance) > 3 * float(row["standard_error"])
+                    checked += 1
+                elif row["kind"] == "optimum":
+                    assert float(row["y"]) <= min(y for _, y in line) * (1 + 1e-12)
+    assert checked == 2 * 4 * 11 + 3 * 13 + 2 * 4 * 13
+    assert far <= 0.03 * checked
 
 
 # past the diagonal assumption

@@ -137,16 +137,17 @@ class Shapes(NamedTuple):
     along_VS: np.ndarray  # how far the pen has come, 0 to 1
     length_VS: np.ndarray  # how much line each point stands for
     stroke_VS: np.ndarray
-    first: np.ndarray  # of each glyph
-    count: np.ndarray
+    first: np.ndarray  # shape of each glyph
+    variants: np.ndarray  # of each glyph: the shapes from the first on
 
 
 @cache
 def shapes() -> Shapes:
     """The table of glyphs as arrays."""
-    rows = [_sample(text) for variants in GLYPHS.values() for text in variants]
-    count = np.array([len(variants) for variants in GLYPHS.values()], np.int32)
-    return Shapes(*map(np.stack, zip(*rows)), np.cumsum(count, dtype=np.int32) - count, count)
+    curve, line, along, length, stroke = zip(*(_sample(text) for texts in GLYPHS.values() for text in texts))
+    variants = np.array([len(texts) for texts in GLYPHS.values()], np.int32)
+    first = np.cumsum(variants, dtype=np.int32) - variants
+    return Shapes(np.stack(curve), np.stack(line), np.stack(along), np.stack(length), np.stack(stroke), first, variants)
 
 
 def _sample(text: str) -> tuple[np.ndarray, ...]:

@@ -11,6 +11,7 @@ D numbers that say how a glyph departs from its shape (at 3 levels: writer, writ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, Literal, get_args
@@ -38,7 +39,7 @@ SHARPNESS = (0.35, 0.2, 0.15)  # 0 writes curves, 1 writes straight lines betwee
 PEN = (0.16, 0.0, 0.07)  # logarithm of the pen's width
 SHIFT = (0.0, 0.0, 0.4)  # pixels from the centre of mass
 PRESSURE = (0.0, 0.1, 0.15)  # logarithm of the ink along the pen's way
-CARELESSNESS = 0.4  # logarithm of how much a writer's samples differ
+CARELESSNESS = (0.4, 0.0, 0.0)  # logarithm of how far a writer's samples stray
 TASTE = 0.3  # logarithm of how often a writer writes a class
 
 SIDE = 28
@@ -59,7 +60,7 @@ _SPREAD_3D = np.concatenate(
         np.repeat(np.array([spread], np.float32).T, repeats, axis=1)
         for spread, repeats in (
             (BEND, 2 * _BENDS), (WOBBLE, 2 * _WAVES), (MISPLACE, 2 * STROKES), (SHIFT, 2), (PRESSURE, _WAVES),
-            (SLANT, 1), (TURN, 1), (SIZE, 1), (ASPECT, 1), (SHARPNESS, 1), (PEN, 1), ((CARELESSNESS, 0.0, 0.0), 1),
+            (SLANT, 1), (TURN, 1), (SIZE, 1), (ASPECT, 1), (SHARPNESS, 1), (PEN, 1), (CARELESSNESS, 1),
         )
     ],
     axis=1,
@@ -145,7 +146,7 @@ def _image(sample_key, hand_key, client, index, writer, label):
     hand_D, glyph_D, sample_D = normal_3D * _SPREAD_3D
     habit_D = hand_D + glyph_D + jnp.exp(hand_D[-1]) * sample_D
     luck = jax.random.uniform(jax.random.fold_in(glyph_key, 1), (), jnp.float32)
-    variant = jnp.asarray(shapes().first)[label] + jnp.int32(luck * jnp.asarray(shapes().count)[label])
+    variant = jnp.asarray(shapes().first)[label] + jnp.int32(luck * jnp.asarray(shapes().variants)[label])
     return _inked(*_path(habit_D, variant))
 
 
@@ -170,8 +171,8 @@ def _path(habit_D, variant):
 def _inked(points_S2, ink_S, width):
     """The image that dots of ink at these points make, where more ink darkens the paper ever less."""
     # A dot of ink is a product of two bell curves, so that all dots of a glyph together are one matrix product.
-    bell_S2H = jnp.exp(-(((jnp.arange(SIDE) - points_S2[:, :, None]) / width) ** 2) / 2)
-    ink_HH = (bell_S2H[:, 1] * ink_S[:, None]).T @ bell_S2H[:, 0] * (INK / (np.sqrt(2 * np.pi) * width))
+    bell_S2H = jnp.exp(-(((np.arange(SIDE, dtype=np.float32) - points_S2[:, :, None]) / width) ** 2) / 2)
+    ink_HH = (bell_S2H[:, 1] * ink_S[:, None]).T @ bell_S2H[:, 0] * (INK / (math.sqrt(2 * math.pi) * width))
     dark_HH = (1 - jnp.exp(-ink_HH) - FAINTEST) / (DARKEST - FAINTEST)
     return jnp.round(255 * jnp.clip(dark_HH, 0, 1)).astype(jnp.uint8)
 
@@ -218,14 +219,14 @@ def _key(seed: int, stream: int) -> jax.Array:
 
 def _rows(function: Callable, keys: tuple[jax.Array, ...], rows: tuple[np.ndarray, ...], *static: Any) -> np.ndarray:
     """The function of every row, a chunk of rows at a time."""
-    compiled, total, out = _compiled(function, len(keys), len(rows), *static), len(rows[0]), None
+    compiled, total = _compiled(function, len(keys), len(rows), *static), len(rows[0])
+    made = jax.eval_shape(compiled, *keys, *(jax.ShapeDtypeStruct((CHUNK,), np.int32) for _ in rows))
+    out_N = np.empty((total, *made.shape[1:]), made.dtype)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        for start in range(0, max(total, 1), CHUNK):
+        for start in range(0, total, CHUNK):
             chunk = [np.resize(row[start : start + CHUNK], CHUNK) for row in rows]
-            made_B = np.asarray(compiled(*keys, *chunk))
-            out = np.empty((total, *made_B.shape[1:]), made_B.dtype) if out is None else out
-            out[start : start + CHUNK] = made_B[: total - start]
-    return out
+            out_N[start : start + CHUNK] = np.asarray(compiled(*keys, *chunk))[: total - start]
+    return out_N
 
 
 @cache

@@ -13,6 +13,7 @@ Axis letters: N clients, G levels, D coordinates (twice: a matrix).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -136,8 +137,11 @@ def fedhdp_pulls(problem: GeneralProblem, weights: ArrayLike) -> np.ndarray:
     def error(log_pull: float, level: int) -> float:
         return fedhdp_client_errors(problem, weights, np.exp(log_pull))[problem.level_N == level].mean()
 
-    levels = range(len(problem.levels))
-    return np.exp([minimize_scalar(error, bounds=(-12, 12), args=(g,), method="bounded").x for g in levels])
+    def lowest(level: int) -> float:
+        found: Any = minimize_scalar(error, bounds=(-12, 12), args=(level,), method="bounded")
+        return found.x
+
+    return np.exp([lowest(g) for g in range(len(problem.levels))])
 
 
 def compare(problem: GeneralProblem) -> Comparison:

@@ -20,7 +20,7 @@ from fedhdp.mechanism import require
 from fedhdp.theory import shared_noise
 from fedhdp.theory.linear_regression import Problem, blend, client_weights
 
-DRAWS_AT_ONCE = 100_000  # so that a block stays in a core's cache
+DRAWS_AT_ONCE = 300_000  # so that a block stays in a core's cache
 
 
 class Trials(NamedTuple):

@@ -1,4 +1,4 @@
-"""The command line: parse, call one function, print. Results go to standard output, everything else to standard error."""
+"""`fedhdp run` and `fedhdp list`: run an experiment, see which there are."""
 
 from __future__ import annotations
 
@@ -12,44 +12,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import fedhdp
-
 if TYPE_CHECKING:
     from fedhdp.results import Summary
 
-app = typer.Typer(
-    name="fedhdp",
-    help="Federated learning in which every client chooses its own differential privacy.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-)
 
-
-def main() -> None:
-    """Run the command line; what a user did wrong is said in one line."""
-    try:
-        app()
-    except (ValueError, OSError) as error:
-        print(f"fedhdp: {error}".replace("\n", " "), file=sys.stderr)
-        sys.exit(2)
-
-
-def _version(asked: bool) -> None:
-    if asked:
-        print(f"fedhdp {fedhdp.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _top(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
-) -> None:
-    pass
-
-
-@app.command(name="list")
 def list_experiments() -> None:
     """List the built-in experiments.
 
@@ -62,7 +28,6 @@ def list_experiments() -> None:
         print(f"{name.ljust(width)}  {experiment().about}")
 
 
-@app.command()
 def run(
     experiment: Annotated[str, typer.Argument(metavar="[NAME or FILE.toml]", help="What to run; see `fedhdp list`.")] = "quickstart",
     out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/NAME-TIME.")] = None,

@@ -1,0 +1,47 @@
+"""The command line: parse, call one function, print. Results go to standard output, everything else to standard error.
+
+One module for each command or family of commands; each is imported when it is asked for, or is quick to import.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import fedhdp
+from fedhdp.cli import run
+
+app = typer.Typer(
+    name="fedhdp",
+    help="Federated learning in which every client chooses its own differential privacy.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+app.command()(run.run)
+app.command(name="list")(run.list_experiments)
+
+
+def main() -> None:
+    """Run the command line; what a user did wrong is said in one line."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        print(f"fedhdp: {error}".replace("\n", " "), file=sys.stderr)
+        sys.exit(2)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"fedhdp {fedhdp.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass

@@ -1,0 +1,111 @@
+"""The paper's Algorithm 1 in plain Python loops and float64, one client and one batch at a time.
+
+It knows nothing of the engine but the names of its random streams: who is sampled, in which order a client's examples
+are batched, and which noise is drawn. The network and its gradient are written out by hand.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import numpy as np
+
+from fedhdp.client import LocalTraining, shuffle
+from fedhdp.mechanism import AdaptiveClip, Mechanism
+from fedhdp.population import Population
+from fedhdp.server import sample_cohort
+from fedhdp.simulate import BATCHES, COHORT, NOISE
+
+Network = dict[str, np.ndarray]  # w1, b1, w2, b2
+
+
+def gradient(network: Network, x_BF: np.ndarray, y_B: np.ndarray) -> Network:
+    """The gradient of the batch's mean cross-entropy for a network of one hidden layer."""
+    before = x_BF @ network["w1"] + network["b1"]
+    hidden = np.maximum(before, 0)
+    logits = hidden @ network["w2"] + network["b2"]
+    chance = np.exp(logits - logits.max(1, keepdims=True))
+    chance /= chance.sum(1, keepdims=True)
+    chance[np.arange(len(y_B)), y_B] -= 1
+    error = chance / len(y_B)
+    back = (error @ network["w2"].T) * (before > 0)
+    return {"w1": x_BF.T @ back, "b1": back.sum(0), "w2": hidden.T @ error, "b2": error.sum(0)}
+
+
+def flat(network: Network) -> np.ndarray:
+    """The parameters in the order in which the engine ravels them."""
+    return np.concatenate([network[name].ravel() for name in ("b1", "w1", "b2", "w2")])
+
+
+def unflat(theta: np.ndarray, like: Network) -> Network:
+    """The inverse of ``flat``."""
+    network, at = {}, 0
+    for name in ("b1", "w1", "b2", "w2"):
+        network[name] = theta[at : at + like[name].size].reshape(like[name].shape)
+        at += like[name].size
+    return network
+
+
+def client_update(theta_0: Network, theta_j: Network, x: np.ndarray, y: np.ndarray, order: np.ndarray, eta: float,
+                  eta_p: float, pull: float, training: LocalTraining) -> tuple[np.ndarray, Network]:  # fmt: skip
+    """ClientUpdate, line by line."""
+    theta = dict(theta_0)
+    batches = [order[i : i + training.batch_size] for i in range(0, len(order), training.batch_size)]
+    for _ in range(training.epochs):
+        for batch in batches:
+            g = gradient(theta, x[batch], y[batch])
+            theta = {name: theta[name] - eta * g[name] for name in theta}
+            g = gradient(theta_j, x[batch], y[batch])
+            theta_j = {n: theta_j[n] - eta_p * (g[n] + pull * (theta_j[n] - theta_0[n])) for n in theta_j}
+    return flat(theta) - flat(theta_0), theta_j
+
+
+def train(population: Population, mechanism: Mechanism, training: LocalTraining, network: Network, rounds: int, seed: int,
+          noise_seed: int) -> tuple[np.ndarray, float, dict[int, np.ndarray]]:  # fmt: skip
+    """The global model, the clip and the personal models after some rounds."""
+    theta, personal = network, {}
+    adaptive = mechanism.clip if isinstance(mechanism.clip, AdaptiveClip) else None
+    S = mechanism.initial_clip
+    group_of = [j for j, group in enumerate(mechanism.groups) for _ in range(group.clients)]
+    for t in range(rounds):
+        eta, eta_p = training.rates(t)
+        cohort = sample_cohort(mechanism, np.random.default_rng([seed, COHORT, t]))
+        batch_key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), BATCHES), t)
+        sums = [np.zeros(flat(theta).size) for _ in mechanism.groups]
+        bits, came = [], [0 for _ in mechanism.groups]
+        for j in cohort:
+            i = group_of[j]
+            start, count = population.train.start_K[j], population.train.count_K[j]
+            x = population.train.x_N[start : start + count] / 255.0
+            y = population.train.y_N[start : start + count]
+            order = np.asarray(shuffle(jax.random.fold_in(batch_key, int(j)), count, int(count)))
+            personal.setdefault(j, theta)
+            pull = mechanism.groups[i].pull
+            update, personal[j] = client_update(theta, personal[j], x, y, order, eta, eta_p, pull, training)
+            norm = math.sqrt(float(update @ update))
+            bits.append(1.0 if norm <= S else 0.0)
+            sums[i] += update * S / max(norm, S)
+            came[i] += 1
+
+        # z_Delta: what is left for the update when the bits have taken their share of z
+        sigma_b = mechanism.bit_noise
+        z = [g.noise_multiplier for g in mechanism.groups]
+        z_update = [(zi**-2 - (2 * sigma_b) ** -2) ** -0.5 if zi > 0 and adaptive else zi for zi in z]
+        r = [g.weight for g in mechanism.groups]
+        if mechanism.noise == "shared":
+            sigma = max(ri * zi for ri, zi in zip(r, z_update))
+        else:
+            sigma = math.sqrt(sum((ri * zi) ** 2 for ri, zi in zip(r, z_update)))
+        expected = [g.sampling_rate * g.clients for g in mechanism.groups]
+        counts = came if mechanism.sampling == "fixed" else expected
+        noise_key = jax.random.fold_in(jax.random.fold_in(jax.random.key(noise_seed), NOISE), t)
+        key_update, key_bits = jax.random.split(noise_key)
+        noise = sigma * S * np.asarray(jax.random.normal(key_update, (flat(theta).size,)))
+        denominator = sum(ri * n for ri, n in zip(r, counts))
+        update = (sum(ri * s for ri, s in zip(r, sums)) + noise) / denominator if denominator > 0 else 0.0
+        theta = unflat(flat(theta) + update, theta)
+        if adaptive:
+            noisy = sum(b - 0.5 for b in bits) + sigma_b * float(jax.random.normal(key_bits))
+            S *= math.exp(-adaptive.learning_rate * (noisy / sum(counts) + 0.5 - adaptive.quantile))
+    return flat(theta), S, {j: flat(own) for j, own in personal.items()}

@@ -1,0 +1,146 @@
+"""The promise as a value: what is owed, what is got, and what cannot be promised."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from conftest import mechanism_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from fedhdp.algorithms import ALGORITHMS, dp_fedavg, hdp_fedavg
+from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+
+
+@st.composite
+def mechanisms(draw: st.DrawFn) -> Mechanism:
+    """Any mechanism of one to four groups."""
+    groups = tuple(
+        PrivacyGroup(
+            f"group {i}",
+            draw(st.integers(1, 10_000)),
+            draw(st.sampled_from([0.0, 0.3, 1.0, 1.5, 4.0, 20.0])),
+            draw(st.floats(0.001, 1)),
+            draw(st.sampled_from([0.0, 0.001, 0.1, 1.0, 3.0])),
+        )
+        for i in range(draw(st.integers(1, 4)))
+    )
+    clip = draw(st.sampled_from([0.5, AdaptiveClip(0.5)]))
+    return Mechanism(groups, clip, draw(st.sampled_from(["shared", "per_group"])))
+
+
+@given(mechanisms())
+def test_every_group_gets_the_noise_it_was_promised_or_more(mechanism):
+    for group in mechanism.groups:
+        assert mechanism.multiplier(group) >= group.noise_multiplier * (1 - 1e-12)
+
+
+@given(mechanisms())
+def test_the_clip_bits_are_accounted_update_and_bits_together_cost_the_multiplier(mechanism):
+    for group in mechanism.groups:
+        if group.opted_out or not isinstance(mechanism.clip, AdaptiveClip):
+            assert mechanism.update_multiplier(group) == group.noise_multiplier
+            continue
+        update, bits = mechanism.update_multiplier(group), 2 * mechanism.bit_noise  # a centred bit moves the sum by ½
+        assert update > group.noise_multiplier
+        assert (update**-2 + bits**-2) ** -0.5 == pytest.approx(group.noise_multiplier)
+
+
+@given(mechanisms())
+def test_shared_noise_is_never_more_than_noise_per_group(mechanism):
+    shared, each = replace(mechanism, noise="shared"), replace(mechanism, noise="per_group")
+    assert shared.update_noise <= each.update_noise
+    if sum(group.weight * group.noise_multiplier > 0 for group in mechanism.groups) <= 1:
+        assert shared.update_noise == pytest.approx(each.update_noise)
+
+
+@given(mechanisms(), st.floats(0.01, 100))
+def test_only_the_ratios_of_weights_matter(mechanism, factor):
+    scaled = replace(mechanism, groups=tuple(replace(g, weight=g.weight * factor) for g in mechanism.groups))
+    if mechanism.terms.expected_weight > 0:
+        before = mechanism.terms.update_noise / mechanism.terms.expected_weight
+        assert scaled.terms.update_noise / scaled.terms.expected_weight == pytest.approx(before, rel=1e-5)
+    for one, other in zip(mechanism.groups, scaled.groups):
+        assert scaled.multiplier(other) == pytest.approx(mechanism.multiplier(one))
+
+
+def test_a_group_of_weight_0_still_pays_for_its_clip_bits():
+    mechanism = mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.0), rate=1.0)
+    assert mechanism.multiplier(mechanism.groups[1]) == pytest.approx(2 * mechanism.bit_noise)
+    fixed = replace(mechanism, clip=0.5)
+    assert fixed.multiplier(fixed.groups[1]) == math.inf
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@given(mechanism=mechanisms())
+@settings(max_examples=30)
+def test_no_private_algorithm_gives_anyone_less_noise_than_they_chose(name, mechanism):
+    run = ALGORITHMS[name](mechanism)
+    if name in ("non_private", "local_only"):
+        return
+    for chosen, got in zip(mechanism.groups, run.groups):
+        assert run.multiplier(got) >= chosen.noise_multiplier * (1 - 1e-12)
+
+
+def test_dp_fedavg_adds_the_strictest_noise_once_whatever_the_number_of_groups():
+    mechanism = mechanism_of((4, 0.0, 1.0), (5, 0.5, 0.7), (10, 1.5, 0.2), clip=1.0, noise="per_group")
+    assert dp_fedavg(mechanism).update_noise == 1.5
+    assert hdp_fedavg(mechanism).update_noise == pytest.approx(math.hypot(0.5, 1.5))
+
+
+@given(mechanisms())
+def test_single_precision_never_leaves_less_noise_than_is_owed(mechanism):
+    terms = mechanism.terms
+    for group, weight in zip(mechanism.groups, terms.weight_G):
+        if not group.opted_out and mechanism.noise == "shared":
+            assert float(terms.update_noise) >= float(weight) * mechanism.update_multiplier(group)
+    assert float(terms.bit_noise) >= mechanism.bit_noise
+
+
+def test_groups_take_the_clients_in_order():
+    np.testing.assert_array_equal(mechanism_of((2, 0.0, 1.0), (3, 1.0, 1.0)).group_of_clients, [0, 0, 1, 1, 1])
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("value", [NAN, -1.0, math.inf])
+@pytest.mark.parametrize("field", ["noise_multiplier", "weight", "pull"])
+def test_nan_passes_no_check_and_names_its_field(field, value):
+    given = {"name": "a", "clients": 3, "noise_multiplier": 1.0, "sampling_rate": 0.5} | {field: value}
+    with pytest.raises(ValueError, match=rf"{field} must be finite and at least 0, got"):
+        PrivacyGroup(**given)
+
+
+@pytest.mark.parametrize("rate", [NAN, -0.1, 1.1])
+def test_a_sampling_rate_is_a_probability(rate):
+    with pytest.raises(ValueError, match="sampling_rate must be between 0 and 1"):
+        PrivacyGroup("a", 3, 1.0, rate)
+
+
+@pytest.mark.parametrize("clip", [NAN, 0.0, -1.0, math.inf])
+def test_a_clip_is_a_positive_number(clip):
+    with pytest.raises(ValueError, match="clip must be finite and above 0"):
+        mechanism_of((3, 1.0, 1.0), clip=clip)
+    with pytest.raises(ValueError, match="initial must be finite and above 0"):
+        AdaptiveClip(initial=clip)
+
+
+def test_bits_that_alone_cost_more_than_was_promised_are_refused():
+    with pytest.raises(ValueError, match=r"bit_noise must be above half the largest noise multiplier \(0.75\)"):
+        mechanism_of((19, 1.5, 1.0), clip=AdaptiveClip(0.5, bit_noise=0.75))
+
+
+def test_what_cannot_be_meant_is_refused():
+    group = PrivacyGroup("a", 3, 1.0, 0.5)
+    with pytest.raises(ValueError, match="groups must be at least one group"):
+        Mechanism((), 0.5)
+    with pytest.raises(ValueError, match="groups must be groups of different names, got 'a'"):
+        Mechanism((group, group), 0.5)
+    with pytest.raises(ValueError, match="noise_multiplier must be 0 or at least 1e-6, got 1e-200"):
+        replace(group, noise_multiplier=1e-200)
+    with pytest.raises(ValueError, match="noise must be 'shared' or 'per_group', got 'none'"):
+        Mechanism((group,), 0.5, noise="none")  # type: ignore[arg-type]

@@ -1,0 +1,166 @@
+"""The server's page, held to the letter: what an adversary who knows everything else could see, and the field's traps."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import mechanism_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from fedhdp.mechanism import AdaptiveClip
+from fedhdp.server import Sums, clip_and_sum, private_mean, sample_cohort
+
+MECHANISM = mechanism_of((50, 0.0, 1.0), (50, 1.5, 0.1), rate=0.2)
+
+
+def summed(update_CP, group_C, clip=0.5, mechanism=MECHANISM, came_C=None) -> Sums:
+    """The sums of these updates."""
+    came_C = np.ones(len(update_CP), bool) if came_C is None else np.asarray(came_C)
+    return clip_and_sum(mechanism.terms, jnp.float32(clip), jnp.asarray(update_CP, jnp.float32), np.asarray(group_C), came_C)
+
+
+def nothing(parameters: int, groups: int = 2) -> Sums:
+    """A round to which nobody came."""
+    nobody = jnp.zeros(groups, jnp.int32)
+    return Sums(jnp.zeros(parameters), jnp.float32(0), nobody)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    scale=st.sampled_from([0.0, 1e-30, 1e-3, 1.0, 1e6, 1e25, math.inf, math.nan]),
+    group=st.integers(0, 1),
+    clip=st.floats(1e-3, 1e3),
+)
+def test_one_client_more_or_less_moves_the_sums_by_at_most_its_sensitivity(seed, scale, group, clip):
+    rng = np.random.default_rng(seed)
+    update_CP, group_C = rng.normal(size=(8, 40)).astype(np.float32), rng.integers(0, 2, 8)
+    with np.errstate(over="ignore", invalid="ignore"):
+        update_CP[3] *= scale
+    group_C[3] = group
+    without = np.arange(8) != 3
+    with_it, without_it = summed(update_CP, group_C, clip), summed(update_CP, group_C, clip, came_C=without)
+    moved = np.linalg.norm(np.asarray(with_it.update_P, np.float64) - np.asarray(without_it.update_P, np.float64))
+    assert moved <= MECHANISM.groups[group].weight * clip * (1 + 1e-5) + 1e-5 * clip
+    assert abs(float(with_it.bits) - float(without_it.bits)) <= 0.5
+
+
+def test_the_bit_is_not_inverted_the_clip_grows_when_updates_are_cut_and_shrinks_when_they_are_not():
+    quiet = replace(MECHANISM, clip=AdaptiveClip(0.5, bit_noise=1.0))
+    terms = quiet.terms._replace(bit_noise=np.float32(0))
+    group_C = np.ones(20, int)
+    for norm, direction in ((10.0, 1), (0.01, -1)):
+        sums = summed(np.full((20, 1), norm), group_C)
+        _, clip = private_mean(terms, jnp.float32(0.5), sums, jax.random.key(0))
+        assert np.sign(float(clip) - 0.5) == direction
+
+
+def test_the_clip_comes_to_rest_at_the_quantile_of_the_norms():
+    rng = np.random.default_rng(0)
+    terms = replace(MECHANISM, clip=AdaptiveClip(0.5, quantile=0.8)).terms._replace(bit_noise=np.float32(0))
+    clip = jnp.float32(0.01)
+    norms = rng.uniform(1, 2, 20)  # as many as are expected
+    for round in range(200):
+        sums = summed(norms[:, None], np.ones(20, int), clip)
+        _, clip = private_mean(terms, clip, sums, jax.random.key(round))
+    assert float(clip) == pytest.approx(np.quantile(norms, 0.8), rel=0.05)
+
+
+def test_noise_is_calibrated_to_the_clip_of_the_round_never_the_next():
+    terms = MECHANISM.terms._replace(clip_learning_rate=np.float32(5.0))  # the next clip is another number altogether
+    update_P, clip = private_mean(terms, jnp.float32(0.5), nothing(20_000), jax.random.key(1))
+    spread = float(jnp.std(update_P)) * float(terms.expected_weight)
+    assert spread == pytest.approx(MECHANISM.update_noise * 0.5, rel=0.03)
+    assert abs(float(clip) - 0.5) > 0.05 or clip == pytest.approx(0.5)
+
+
+def test_noise_is_the_same_on_every_parameter_whatever_the_tensor():
+    update_P, _ = private_mean(MECHANISM.terms, jnp.float32(0.5), nothing(60_000), jax.random.key(2))
+    spreads = np.asarray(update_P).reshape(6, -1).std(axis=1) * float(MECHANISM.terms.expected_weight)
+    np.testing.assert_allclose(spreads, MECHANISM.update_noise * 0.5, rtol=0.04)
+    assert abs(np.corrcoef(np.asarray(update_P).reshape(2, -1))[0, 1]) < 0.03
+
+
+def test_the_bits_get_the_noise_that_was_accounted():
+    terms = MECHANISM.terms._replace(clip_learning_rate=np.float32(1.0))
+    keys = jax.random.split(jax.random.key(3), 4000)
+    _, clip_R = jax.vmap(lambda key: private_mean(terms, jnp.float32(1.0), nothing(1), key))(keys)
+    share_R = -np.log(np.asarray(clip_R)) + float(terms.quantile) - 0.5
+    assert share_R.std() * MECHANISM.expected_cohort == pytest.approx(MECHANISM.bit_noise, rel=0.05)
+
+
+def test_a_zero_update_is_not_divided_by_its_norm():
+    sums = summed(np.zeros((3, 5)), [0, 1, 1])
+    np.testing.assert_array_equal(sums.update_P, np.zeros(5))
+    assert float(sums.bits) == 1.5
+    assert int(sums.refused_G.sum()) == 0
+
+
+def test_an_update_that_is_not_finite_counts_as_absent():
+    update_CP = np.ones((4, 5), np.float32)
+    update_CP[1, 2], update_CP[2, 0], update_CP[3] = np.nan, np.inf, 3e38  # the last has an infinite norm
+    sums = summed(update_CP, [0, 0, 1, 1])
+    alone = summed(update_CP[:1], [0])
+    np.testing.assert_array_equal(sums.update_P, alone.update_P)
+    assert float(sums.bits) == float(alone.bits)
+    np.testing.assert_array_equal(sums.refused_G, [1, 2])
+
+
+def test_nothing_divides_by_how_many_clients_happened_to_come():
+    quiet = MECHANISM.terms._replace(update_noise=np.float32(0))
+    one, _ = private_mean(quiet, jnp.float32(0.5), summed(np.ones((1, 4)), [0]), jax.random.key(0))
+    three, _ = private_mean(quiet, jnp.float32(0.5), summed(np.ones((3, 4)), [0, 0, 0]), jax.random.key(0))
+    np.testing.assert_allclose(three, 3 * np.asarray(one), rtol=1e-6)
+
+
+def test_the_paper_read_literally_divides_by_who_came():
+    literal = mechanism_of((50, 0.0, 1.0), (55, 1.5, 0.1), rate=0.1, sampling="fixed")
+    group_C = literal.group_of_clients[sample_cohort(literal, np.random.default_rng(0))]
+    came_0, came_1 = (group_C == 0).sum(), (group_C == 1).sum()
+    assert (came_0, came_1) == (5, 6)
+    quiet = literal.terms._replace(update_noise=np.float32(0))
+    update_P, _ = private_mean(quiet, jnp.float32(9.0), summed(np.ones((11, 1)), group_C, 9.0, literal), jax.random.key(0))
+    assert float(update_P[0]) == pytest.approx(1.0)  # the mean of ones, whatever the weights
+
+
+def test_a_group_that_never_comes_divides_nothing_by_zero():
+    never = mechanism_of((5, 0.0, 1.0), (4, 1.5, 0.1), rate=0.01, sampling="fixed")
+    update_P, clip = private_mean(never.terms, jnp.float32(9.0), nothing(3), jax.random.key(0))
+    np.testing.assert_array_equal(update_P, np.zeros(3))
+    assert float(clip) == 9.0
+
+
+def test_poisson_cohorts_are_independent_coins():
+    mechanism = replace(MECHANISM, groups=(MECHANISM.groups[0], replace(MECHANISM.groups[1], sampling_rate=0.6)))
+    rng = np.random.default_rng(0)
+    here_RK = np.zeros((4000, 100))
+    for row in here_RK:
+        row[sample_cohort(mechanism, rng)] = 1
+    rate_K = np.repeat([0.2, 0.6], 50)
+    assert np.abs(here_RK.mean(0) - rate_K).max() < 5 * 0.5 / math.sqrt(4000)
+    for group in (slice(0, 50), slice(50, 100)):
+        rate = rate_K[group][0]
+        assert here_RK[:, group].sum(1).var() == pytest.approx(50 * rate * (1 - rate), rel=0.1)  # binomial, not fixed
+    assert abs(np.corrcoef(here_RK[:, 0], here_RK[:, 1])[0, 1]) < 0.06
+
+
+def test_fixed_cohorts_have_one_size_and_nobody_twice():
+    mechanism = replace(MECHANISM, sampling="fixed")
+    for seed in range(20):
+        cohort = sample_cohort(mechanism, np.random.default_rng(seed))
+        assert len(cohort) == len(set(cohort)) == 20
+        assert (cohort < 50).sum() == 10  # nor do the groups' counts tell anything about anyone
+
+
+def test_sampling_a_million_clients_takes_no_more_than_a_cohort():
+    huge = mechanism_of((500_000, 0.0, 1.0), (500_000, 1.0, 1.0), rate=0.001)
+    cohort = sample_cohort(huge, np.random.default_rng(0))
+    assert 800 < len(cohort) < 1200
+    assert len(set(cohort)) == len(cohort)
+    assert cohort.max() > 500_000

@@ -1,0 +1,256 @@
+"""The engine against the plain loops, the reductions between algorithms to the bit, and what a run must survive."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import reference
+from conftest import mechanism_of, tiny_population
+from msgspec.structs import replace
+
+from fedhdp.algorithms import dp_fedavg, fedhdp, hdp_fedavg, local_only, non_private
+from fedhdp.client import LocalTraining
+from fedhdp.mechanism import Mechanism
+from fedhdp.models import mlp
+from fedhdp.server import ServerStep
+from fedhdp.simulate import Simulation, simulate
+
+TRAINING = LocalTraining(epochs=2, batch_size=4, learning_rate=0.3, decay=0.5, decay_every=2)
+MODEL = mlp(12, 5, 3)
+
+
+def final(population, mechanism, rounds=3, **others):
+    """The state after some rounds, with every random stream given."""
+    given = {"training": TRAINING, "seed": 3, "noise_seed": 7} | others
+    simulation = Simulation(population, MODEL, mechanism, **given)
+    state = simulation.start()
+    for _ in range(rounds):
+        state = simulation.play(state)
+    return simulation, state
+
+
+MECHANISMS = {
+    "one level": mechanism_of((19, 1.0, 1.0)),
+    "one level opted out": mechanism_of((19, 0.0, 1.0)),
+    "two levels, the paper's": mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.1)),
+    "two levels, weight 0": mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.0)),
+    "two levels, weight 1": mechanism_of((4, 0.0, 1.0), (15, 1.5, 1.0)),
+    "three levels, shared noise": mechanism_of((4, 0.0, 1.0), (5, 0.5, 0.7), (10, 1.5, 0.2)),
+    "three levels, noise per group": mechanism_of((4, 0.0, 1.0), (5, 0.5, 0.7), (10, 1.5, 0.2), noise="per_group"),
+    "the paper read literally": mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.1), sampling="fixed"),
+    "a fixed clip": mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.1), clip=0.2),
+}
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS.values(), ids=MECHANISMS.keys())
+def test_the_engine_agrees_with_algorithm_1_in_plain_loops(population, mechanism: Mechanism):
+    simulation, state = final(population, mechanism, rounds=5)
+    first = simulation.engine.unravel(simulation.start().server.theta_P)
+    network = {"w1": first["first"]["w"], "b1": first["first"]["b"], "w2": first["rest"]["w"], "b2": first["rest"]["b"]}
+    network = {name: np.asarray(value, np.float64) for name, value in network.items()}
+    theta, clip, personal = reference.train(population, mechanism, TRAINING, network, 5, seed=3, noise_seed=7)
+
+    np.testing.assert_allclose(state.server.theta_P, theta, atol=2e-5)
+    assert float(state.server.clip) == pytest.approx(clip, rel=1e-5)
+    assert set(personal) == set(np.flatnonzero(~state.new_K))
+    for client, own in personal.items():
+        np.testing.assert_allclose(np.asarray(state.personal_KP)[simulation._home(np.array(client))], own, atol=2e-5)
+
+
+def same(one, other) -> None:
+    """Two states are the same to the bit."""
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+CHOSEN = mechanism_of((4, 0.0, 1.0), (5, 0.5, 0.7), (10, 1.5, 0.2))
+
+
+def test_fedhdp_with_weight_1_is_hdp_fedavg_to_the_bit(population):
+    ones = replace(CHOSEN, groups=tuple(replace(g, weight=1.0) for g in CHOSEN.groups))
+    same(final(population, fedhdp(ones))[1], final(population, hdp_fedavg(CHOSEN))[1])
+
+
+def test_hdp_fedavg_where_all_chose_the_same_is_dp_fedavg_to_the_bit(population):
+    alike = replace(CHOSEN, groups=tuple(replace(g, noise_multiplier=1.5) for g in CHOSEN.groups))
+    same(final(population, hdp_fedavg(alike))[1], final(population, dp_fedavg(alike))[1])
+
+
+def test_dp_fedavg_where_all_opted_out_is_non_private_to_the_bit(population):
+    open_ = replace(CHOSEN, groups=tuple(replace(g, noise_multiplier=0.0) for g in CHOSEN.groups))
+    same(final(population, dp_fedavg(open_))[1], final(population, non_private(CHOSEN))[1])
+
+
+def test_shared_and_per_group_noise_are_the_same_to_the_bit_with_one_private_group(population):
+    chosen = MECHANISMS["two levels, the paper's"]
+    same(final(population, chosen)[1], final(population, replace(chosen, noise="per_group"))[1])
+
+
+def test_personalisation_does_not_touch_the_global_model_by_a_bit(population):
+    without = replace(TRAINING, personalise=False)
+    _, one = final(population, CHOSEN)
+    _, other = final(population, CHOSEN, training=without)
+    assert other.personal_KP is None
+    same(one.server, other.server)
+
+
+def test_local_only_leaves_the_global_model_where_it_was_and_trains_personal_ones(population):
+    simulation, state = final(population, local_only(CHOSEN))
+    start = simulation.start().server.theta_P
+    np.testing.assert_array_equal(state.server.theta_P, start)
+    took_part = np.asarray(state.personal_KP)[simulation._home(np.flatnonzero(~state.new_K))]
+    assert (np.abs(took_part - np.asarray(start)).max(axis=1) > 0.01).all()
+
+
+def test_clients_of_weight_0_cannot_move_the_global_model_by_a_bit(population):
+    chosen = mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.0), clip=0.2)
+    private = slice(population.train.start_K[4], None)
+    x_N = population.train.x_N.copy()
+    x_N[private] = 255 - x_N[private]
+    other = population._replace(train=population.train._replace(x_N=x_N))
+    same(final(population, chosen)[1].server, final(other, chosen)[1].server)
+
+
+def test_one_more_padding_changes_no_result(population):
+    _, one = final(population, CHOSEN)
+    train = population.train
+    much = train._replace(count_K=np.append(train.count_K, 40), start_K=np.append(train.start_K, 0))
+    test = population.test
+    test = test._replace(count_K=np.append(test.count_K, 1), start_K=np.append(test.start_K, 0))
+    never = replace(CHOSEN.groups[-1], name="never sampled", clients=1, sampling_rate=0.0, weight=0.0)
+    wider = replace(CHOSEN, groups=(*CHOSEN.groups, never))
+    _, other = final(population._replace(train=much, test=test), wider)
+    np.testing.assert_allclose(one.server.theta_P, other.server.theta_P, atol=1e-6)
+    assert other.new_K[-1]
+
+
+def test_an_update_counts_once_however_many_examples_are_behind_it():
+    doubled = tiny_population([4] * 6)
+    train = doubled.train
+    twice = np.concatenate([np.tile(np.arange(s, s + 4), 2) for s in train.start_K])
+    big = train._replace(x_N=train.x_N[twice], y_N=train.y_N[twice], count_K=train.count_K * 2, start_K=train.start_K * 2)
+    alone = mechanism_of((6, 0.0, 1.0), rate=1.0, clip=1e-6)  # so tight that only directions are left
+    training = LocalTraining(epochs=1, batch_size=8, learning_rate=0.1)  # one full-batch step, so doubling changes nothing
+    _, one = final(doubled, alone, rounds=1, training=training)
+    _, other = final(doubled._replace(train=big), alone, rounds=1, training=training)
+    np.testing.assert_allclose(one.server.theta_P, other.server.theta_P, atol=1e-9)
+
+
+def test_a_client_whose_update_is_nan_contributes_nothing_and_is_counted(population):
+    x_N = population.train.x_N.astype(np.float32) / 255
+    x_N[population.train.start_K[5] :][: population.train.count_K[5]] = np.nan
+    ill = population._replace(train=population.train._replace(x_N=x_N))
+    everyone = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=1.0)
+    simulation, state = final(ill, everyone, rounds=2)
+    assert np.isfinite(np.asarray(state.server.theta_P)).all()
+    assert np.isfinite(float(state.server.clip))
+    rows = simulation.evaluate(state)
+    assert {row.group: row.value for row in rows if row.metric == "refused"} == {"group 0": 0, "group 1": 2}
+
+
+def test_an_empty_round_is_just_a_round(population):
+    nobody = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=0.0)
+    simulation, state = final(population, nobody)
+    assert np.isfinite(np.asarray(state.server.theta_P)).all()
+    assert state.new_K.all()
+    rare = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=0.01)
+    assert np.isfinite(np.asarray(final(population, rare)[1].server.theta_P)).all()
+
+
+def test_a_cohort_larger_than_expected_is_never_cut_short(population):
+    simulation = Simulation(population, MODEL, CHOSEN, TRAINING, seed=3, noise_seed=7)
+    expected = final(population, CHOSEN, rounds=2)[1]
+    simulation.slots = simulation.engine.slots(1)
+    state = simulation.play(simulation.play(simulation.start()))
+    np.testing.assert_allclose(state.server.theta_P, expected.server.theta_P, atol=1e-6)
+    np.testing.assert_array_equal(state.new_K, expected.new_K)
+
+
+def test_seeds_change_what_they_name_and_nothing_else(population):
+    _, one = final(population, CHOSEN)
+    same(one, final(population, CHOSEN)[1])
+    _, other_noise = final(population, CHOSEN, noise_seed=8)
+    assert not np.array_equal(one.server.theta_P, other_noise.server.theta_P)
+    np.testing.assert_array_equal(one.new_K, other_noise.new_K)
+    _, other_seed = final(population, CHOSEN, seed=4)
+    assert not np.array_equal(one.new_K, other_seed.new_K)
+
+
+def test_noise_without_a_seed_is_never_the_same_twice(population):
+    one, other = (final(population, CHOSEN, noise_seed=None)[1] for _ in range(2))
+    assert not np.array_equal(one.server.theta_P, other.server.theta_P)
+
+
+def test_a_packed_state_goes_on_to_the_bit(population):
+    step = ServerStep(optimiser="adam", learning_rate=0.1, average=0.9)
+    simulation, whole = final(population, CHOSEN, rounds=4, step=step)
+    _, half = final(population, CHOSEN, rounds=2, step=step)
+    again = Simulation(population, MODEL, CHOSEN, TRAINING, step, seed=3, noise_seed=7)
+    state = again.unpack(simulation.pack(half))
+    same(whole, again.play(again.play(state)))
+
+
+def test_server_momentum_and_the_average_are_post_processing_of_the_same_updates(population):
+    _, plain = final(population, CHOSEN, rounds=1)
+    _, moved = final(population, CHOSEN, rounds=1, step=ServerStep(optimiser="momentum", average=0.5))
+    np.testing.assert_array_equal(plain.server.theta_P, moved.server.theta_P)  # the first step has no momentum yet
+    trained = simulate(population, MODEL, CHOSEN, TRAINING, ServerStep(average=0.5), rounds=2, noise_seed=1)
+    assert {row.model for row in trained.history} == {"global", "personal", "average"}
+
+
+def test_metrics_are_those_of_a_plain_loop(population):
+    simulation, state = final(population, CHOSEN)
+    rows = {(r.group, r.model, r.metric): r.value for r in simulation.evaluate(state)}
+    test, engine = population.test, simulation.engine
+    own_KP = np.asarray(state.personal_KP)[simulation._home(np.arange(population.clients))]
+    scores = {"global": [], "personal": []}
+    for k in range(population.clients):
+        here = slice(test.start_K[k], test.start_K[k] + test.count_K[k])
+        x, y = test.x_N[here] / np.float32(255), test.y_N[here]
+        for model in scores:
+            mine = model == "personal" and not state.new_K[k]
+            theta = engine.unravel(own_KP[k] if mine else state.server.theta_P)
+            scores[model].append(float((np.argmax(MODEL.apply(theta, x, None), axis=1) == y).mean()))
+    first = 0
+    for group in CHOSEN.groups:
+        for model, all_scores in scores.items():
+            mine = all_scores[first : first + group.clients]
+            assert rows[group.name, model, "accuracy"] == pytest.approx(np.mean(mine), abs=1e-6)
+            assert rows[group.name, model, "variance"] == pytest.approx(np.var(mine), abs=1e-6)
+            assert rows[group.name, model, "worst_decile"] == pytest.approx(min(mine), abs=1e-6)
+        first += group.clients
+
+
+def test_groups_that_do_not_add_up_to_the_population_are_refused(population):
+    with pytest.raises(ValueError, match=r"groups must be of 19, the clients of tiny together, got 18"):
+        Simulation(population, MODEL, mechanism_of((18, 1.0, 1.0)))
+
+
+SCRIPT = """
+import sys, numpy as np
+from conftest import mechanism_of, tiny_population
+from test_simulate import CHOSEN, final
+population = tiny_population([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6])
+simulation, state = final(population, CHOSEN)
+assert simulation.engine.devices == int(sys.argv[1])
+own = np.asarray(state.personal_KP)[simulation._home(np.flatnonzero(~state.new_K))]
+np.savez(sys.argv[2], theta=state.server.theta_P, clip=state.server.clip, own=own)
+"""
+
+
+def test_noise_is_drawn_once_however_many_devices_there_are(tmp_path):
+    runs = []
+    for devices in (1, 2, 4):
+        code = f"import jax; jax.config.update('jax_num_cpu_devices', {devices}); jax.devices()\n" + SCRIPT
+        environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__)}
+        arguments = [sys.executable, "-c", code, str(devices), str(tmp_path / f"{devices}.npz")]
+        subprocess.run(arguments, check=True, env=environment)
+        runs.append(np.load(tmp_path / f"{devices}.npz"))
+    for other in runs[1:]:
+        for name in ("theta", "clip", "own"):
+            np.testing.assert_allclose(other[name], runs[0][name], atol=1e-5)

@@ -99,7 +99,7 @@ def client_updates(
     def step(number: Array, models: tuple[Parameters, Parameters]) -> tuple[Parameters, Parameters]:
         epoch, first = number // most_batches, number % most_batches * size
 
-        def of_one(held, own, known, own_known, y_M, count, pull, key):  # type: ignore[no-untyped-def]
+        def of_one(held, own, known, own_known, y_M, count, pull, key):
             eta, eta_p = (jnp.where(first < count, rate, 0.0) for rate in rates)
             batch = (y_M, count, first, jax.random.fold_in(jax.random.fold_in(key, epoch), first))
             gradient = jax.grad(loss)(held, known, *batch)

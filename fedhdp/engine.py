@@ -10,6 +10,7 @@ Axis letters: K clients of the population, C slots of the cohort, M examples of 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import partial
 from typing import NamedTuple
@@ -31,10 +32,8 @@ AXIS = "clients"
 
 def use_all_cores() -> None:
     """Make every CPU core a JAX device; must be called before JAX starts, and is harmless after."""
-    try:
+    with contextlib.suppress(RuntimeError):  # JAX has started: whoever started it chose the devices
         jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
-    except RuntimeError:  # JAX has started: whoever started it chose the devices
-        pass
 
 
 class Cohort(NamedTuple):
@@ -53,7 +52,9 @@ class Cohort(NamedTuple):
 class Engine:
     """A compiled round for one model and one way of training."""
 
-    def __init__(self, model: Model, training: LocalTraining, server: ServerStep, inputs: int, chunk: int | None = None):
+    def __init__(
+        self, model: Model, training: LocalTraining, server: ServerStep, inputs: int, chunk: int | None = None
+    ):
         self.model, self.training, self.server, self.inputs = model, training, server, inputs
         self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
         self.devices = len(self.mesh.devices)
@@ -75,7 +76,9 @@ class Engine:
         shape = (-(-clients // self.devices) * self.devices, self.parameters)
         return jax.jit(lambda: jnp.zeros(shape), out_shardings=self.by_client)()
 
-    def gather(self, population: Population, group_K: np.ndarray, new_K: np.ndarray, clients: np.ndarray, slots: int) -> Cohort:
+    def gather(
+        self, population: Population, group_K: np.ndarray, new_K: np.ndarray, clients: np.ndarray, slots: int
+    ) -> Cohort:
         """These clients with their examples; on each device those with most examples first, so that chunks are alike."""
         train, each = population.train, slots // self.devices
         clients = clients[np.argsort(-train.count_K[clients], kind="stable")]
@@ -169,7 +172,9 @@ class Engine:
         by_client = PartitionSpec(AXIS)
         return jax.shard_map(on_device, mesh=self.mesh, in_specs=(by_client, by_client), out_specs=by_client)(x_N, y_N)
 
-    def _personal_scores(self, theta_P: Array, personal_KP: Array, new_K: Array, x_KM: Array, y_KM: Array, count_K: Array) -> Array:
+    def _personal_scores(
+        self, theta_P: Array, personal_KP: Array, new_K: Array, x_KM: Array, y_KM: Array, count_K: Array
+    ) -> Array:
         """The mean score of each client's personal model on its own examples; a new client has the global model."""
 
         def on_device(personal_KP: Array, new_K: Array, x_KM: Array, y_KM: Array, count_K: Array) -> Array:

@@ -28,7 +28,6 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-
 UPWARDS = 1 + 2.0**-22  # rounding to single precision never leaves less noise than is owed
 
 
@@ -51,7 +50,9 @@ class PrivacyGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         require(self.name != "", "name", self.name, "a name")
         require(self.clients >= 1, "clients", self.clients, "at least 1")
-        require(0 <= self.noise_multiplier < math.inf, "noise_multiplier", self.noise_multiplier, "finite and at least 0")
+        require(
+            0 <= self.noise_multiplier < math.inf, "noise_multiplier", self.noise_multiplier, "finite and at least 0"
+        )
         some = self.noise_multiplier == 0 or self.noise_multiplier >= 1e-6
         require(some, "noise_multiplier", self.noise_multiplier, "0 or at least 1e-6")
         require(0 <= self.sampling_rate <= 1, "sampling_rate", self.sampling_rate, "between 0 and 1")
@@ -186,7 +187,9 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def terms(self) -> Terms:
         """The numbers of one round."""
-        adaptive = self.clip if isinstance(self.clip, AdaptiveClip) else AdaptiveClip(initial=self.clip, learning_rate=0.0)
+        adaptive = (
+            self.clip if isinstance(self.clip, AdaptiveClip) else AdaptiveClip(initial=self.clip, learning_rate=0.0)
+        )
         return Terms(
             weight_G=np.array([group.weight for group in self.groups], np.float32),
             pull_G=np.array([group.pull for group in self.groups], np.float32),

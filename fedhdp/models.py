@@ -94,7 +94,9 @@ def mlp(inputs: int = 784, hidden: int = 50, classes: int = 10) -> Model:
     return dense_first(lambda key: dense(key, hidden, classes), head, inputs, hidden)
 
 
-def cnn(side: int = 28, classes: int = 62, kernel: int = 3, channels: tuple[int, int] = (16, 32), hidden: int = 128) -> Model:
+def cnn(
+    side: int = 28, classes: int = 62, kernel: int = 3, channels: tuple[int, int] = (16, 32), hidden: int = 128
+) -> Model:
     """The paper's network for FEMNIST; it leaves the kernel's size open."""
     flat = (side // 4) ** 2 * channels[1]
 

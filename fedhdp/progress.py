@@ -55,8 +55,7 @@ class ProgressDisplay:
     def watch(self, progress: Progress) -> bool:
         """Show where the run stands; False once it was asked to stop."""
         if progress.variant not in self.tasks:
-            rate_and_note = {"rate": "", "note": ""}
-            task = self.bars.add_task(progress.variant, total=progress.rounds, completed=progress.round - 1, **rate_and_note)
+            task = self.bars.add_task(progress.variant, total=progress.rounds, rate="", note="")
             self.tasks[progress.variant] = task
             self.begun, self.first_round = time.monotonic(), progress.round  # the first round compiles: not counted
         rate = (progress.round - self.first_round) / max(time.monotonic() - self.begun, 1e-9)
@@ -65,7 +64,9 @@ class ProgressDisplay:
         if not self.live and (time.monotonic() - self.said > PLAIN_SECONDS or progress.round == progress.rounds):
             self.said = time.monotonic()
             left = f"{(progress.rounds - progress.round) / rate:.0f} s left" if rate > 0 else ""
-            place = f"[{progress.number}/{progress.variants}] {progress.variant}: round {progress.round}/{progress.rounds}"
+            place = (
+                f"[{progress.number}/{progress.variants}] {progress.variant}: round {progress.round}/{progress.rounds}"
+            )
             words = [place, speed, left if progress.round < progress.rounds else "", _note(progress)]
             self.console.print(", ".join(word for word in words if word), highlight=False, markup=False, soft_wrap=True)
         return not self.stop

@@ -89,7 +89,7 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.") or "run"
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes | memoryview) -> None:
     """Write a file so that it is never seen half-written, even after a crash."""
     part = path.with_name(path.name + ".part")
     with open(part, "wb") as file:
@@ -108,7 +108,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write named arrays as one whole file."""
     content = io.BytesIO()
     np.savez(content, allow_pickle=False, **arrays)  # type: ignore[arg-type]
-    write_whole(path, content.getbuffer())  # type: ignore[arg-type]
+    write_whole(path, content.getbuffer())
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from fedhdp.mechanism import Mechanism, Terms, require
 
@@ -66,7 +67,7 @@ def private_mean(terms: Terms, clip: Array, sums: Sums, key: Array) -> tuple[Arr
     return update_P, clip * jnp.exp(-terms.clip_learning_rate * (unclipped - terms.quantile))
 
 
-def _share(total: Array, expected: Array, otherwise: Array) -> Array:
+def _share(total: Array, expected: ArrayLike, otherwise: ArrayLike) -> Array:
     """A sum over what is expected, a public constant; where nothing ever is, something else."""
     return jnp.where(expected > 0, total / jnp.where(expected > 0, expected, 1.0), otherwise)
 
@@ -109,7 +110,9 @@ def start(mechanism: Mechanism, server: ServerStep, theta_P: Array) -> ServerSta
     """The server before the first round."""
     average = None if server.average is None else optax.ema(server.average).init(theta_P)
     clip = jnp.float32(mechanism.initial_clip)
-    return ServerState(theta_P, clip, server.optax().init(theta_P), average, jnp.zeros(len(mechanism.groups), jnp.int32))
+    return ServerState(
+        theta_P, clip, server.optax().init(theta_P), average, jnp.zeros(len(mechanism.groups), jnp.int32)
+    )
 
 
 def finish_round(server: ServerStep, terms: Terms, state: ServerState, sums: Sums, key: Array) -> ServerState:

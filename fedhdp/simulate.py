@@ -43,7 +43,9 @@ class State(NamedTuple):
 @lru_cache(maxsize=8)
 def _engine(model: Model, training: LocalTraining, step: ServerStep, inputs: int) -> Engine:
     use_all_cores()
-    return Engine(model, training, step, inputs)  # one for all runs that differ in numbers alone: they share a compilation
+    return Engine(
+        model, training, step, inputs
+    )  # one for all runs that differ in numbers alone: they share a compilation
 
 
 class Simulation:
@@ -174,7 +176,7 @@ class Simulation:
 
     def _noise_key(self, round: int) -> Array:
         if self.noise_seed is None:
-            return jax.random.wrap_key_data(np.frombuffer(os.urandom(8), np.uint32))
+            return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(os.urandom(8), np.uint32)))
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.noise_seed), NOISE), round)
 
 

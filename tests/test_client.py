@@ -161,7 +161,9 @@ def test_rates_decay_over_the_rounds():
     assert training.rates(100) == pytest.approx((0.405, 0.081))
 
 
-@pytest.mark.parametrize(("field", "value"), [("epochs", 0), ("batch_size", 0), ("learning_rate", float("nan")), ("decay", 1.5)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("epochs", 0), ("batch_size", 0), ("learning_rate", float("nan")), ("decay", 1.5)]
+)
 def test_training_that_cannot_be_meant_is_refused(field, value):
     with pytest.raises(ValueError, match=field):
         LocalTraining(**{field: value})

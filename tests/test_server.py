@@ -22,7 +22,9 @@ MECHANISM = mechanism_of((50, 0.0, 1.0), (50, 1.5, 0.1), rate=0.2)
 def summed(update_CP, group_C, clip=0.5, mechanism=MECHANISM, came_C=None) -> Sums:
     """The sums of these updates."""
     came_C = np.ones(len(update_CP), bool) if came_C is None else np.asarray(came_C)
-    return clip_and_sum(mechanism.terms, jnp.float32(clip), jnp.asarray(update_CP, jnp.float32), np.asarray(group_C), came_C)
+    return clip_and_sum(
+        mechanism.terms, jnp.float32(clip), jnp.asarray(update_CP, jnp.float32), np.asarray(group_C), came_C
+    )
 
 
 def nothing(parameters: int, groups: int = 2) -> Sums:
@@ -125,7 +127,9 @@ def test_the_paper_read_literally_divides_by_who_came():
     came_0, came_1 = (group_C == 0).sum(), (group_C == 1).sum()
     assert (came_0, came_1) == (5, 6)
     quiet = literal.terms._replace(update_noise=np.float32(0))
-    update_P, _ = private_mean(quiet, jnp.float32(9.0), summed(np.ones((11, 1)), group_C, 9.0, literal), jax.random.key(0))
+    update_P, _ = private_mean(
+        quiet, jnp.float32(9.0), summed(np.ones((11, 1)), group_C, 9.0, literal), jax.random.key(0)
+    )
     assert float(update_P[0]) == pytest.approx(1.0)  # the mean of ones, whatever the weights
 
 

@@ -133,9 +133,13 @@ def test_an_update_counts_once_however_many_examples_are_behind_it():
     doubled = tiny_population([4] * 6)
     train = doubled.train
     twice = np.concatenate([np.tile(np.arange(s, s + 4), 2) for s in train.start_K])
-    big = train._replace(x_N=train.x_N[twice], y_N=train.y_N[twice], count_K=train.count_K * 2, start_K=train.start_K * 2)
+    big = train._replace(
+        x_N=train.x_N[twice], y_N=train.y_N[twice], count_K=train.count_K * 2, start_K=train.start_K * 2
+    )
     alone = mechanism_of((6, 0.0, 1.0), rate=1.0, clip=1e-6)  # so tight that only directions are left
-    training = LocalTraining(epochs=1, batch_size=8, learning_rate=0.1)  # one full-batch step, so doubling changes nothing
+    training = LocalTraining(
+        epochs=1, batch_size=8, learning_rate=0.1
+    )  # one full-batch step, so doubling changes nothing
     _, one = final(doubled, alone, rounds=1, training=training)
     _, other = final(doubled._replace(train=big), alone, rounds=1, training=training)
     np.testing.assert_allclose(one.server.theta_P, other.server.theta_P, atol=1e-9)
@@ -155,7 +159,7 @@ def test_a_client_whose_update_is_nan_contributes_nothing_and_is_counted(populat
 
 def test_an_empty_round_is_just_a_round(population):
     nobody = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=0.0)
-    simulation, state = final(population, nobody)
+    _, state = final(population, nobody)
     assert np.isfinite(np.asarray(state.server.theta_P)).all()
     assert state.new_K.all()
     rare = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=0.01)

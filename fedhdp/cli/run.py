@@ -29,10 +29,14 @@ def list_experiments() -> None:
 
 
 def run(
-    experiment: Annotated[str, typer.Argument(metavar="[NAME or FILE.toml]", help="What to run; see `fedhdp list`.")] = "quickstart",
+    experiment: Annotated[
+        str, typer.Argument(metavar="[NAME or FILE.toml]", help="What to run; see `fedhdp list`.")
+    ] = "quickstart",
     out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/NAME-TIME.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data, initial model, cohorts and batches.")] = None,
-    noise_seed: Annotated[int | None, typer.Option(help="Seed of the noise: repeatable, and therefore not private.")] = None,
+    noise_seed: Annotated[
+        int | None, typer.Option(help="Seed of the noise: repeatable, and therefore not private.")
+    ] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds to train.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with the run in this folder.")] = None,
@@ -71,7 +75,9 @@ def run(
         with ProgressDisplay(errors) as display:
             summary = runs.run(chosen, folder, display.watch) if resume is None else runs.resume(folder, display.watch)
     except runs.Interrupted:
-        errors.print(f"stopped; to go on: fedhdp run --resume {folder}", style="yellow", highlight=False, soft_wrap=True)
+        errors.print(
+            f"stopped; to go on: fedhdp run --resume {folder}", style="yellow", highlight=False, soft_wrap=True
+        )
         sys.exit(130)
     if json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")

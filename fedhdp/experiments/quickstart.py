@@ -83,7 +83,7 @@ def three_levels() -> Experiment:
         rounds=300,
         data=Handwriting(clients=2000, split="one_digit"),
         mechanism=WantedMechanism(groups, AdaptiveClip(initial=0.5)),
-        variants=_comparison(0.02)[:3] + (Variant("FedHDP", "fedhdp"),),
+        variants=(*_comparison(0.02)[:3], Variant("FedHDP", "fedhdp")),
         training=PAPER_TRAINING,
     )
 

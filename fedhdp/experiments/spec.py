@@ -79,7 +79,9 @@ class WantedMechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         for wanted in {group.delta or delta for group in self.groups if group.epsilon is not None}:
             asked = [g for g in self.groups if g.epsilon is not None and (g.delta or delta) == wanted]
-            mechanism = calibrate(mechanism, {g.name: g.epsilon for g in asked if g.epsilon is not None}, rounds, wanted)
+            mechanism = calibrate(
+                mechanism, {g.name: g.epsilon for g in asked if g.epsilon is not None}, rounds, wanted
+            )
         return mechanism
 
 

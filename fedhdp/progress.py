@@ -76,4 +76,5 @@ def _note(progress: Progress) -> str:
     parts = [] if progress.accuracy is None else [f"accuracy {100 * progress.accuracy:.1f}%"]
     for name, epsilon in progress.epsilon.items():
         parts.append(f"ε {name} {'∞' if math.isinf(epsilon) else f'{epsilon:.2f}'}")
+    parts += [f"{name} has {left:.0f} rounds left" for name, left in progress.left.items() if left < math.inf]
     return ", ".join(parts)

@@ -1,6 +1,7 @@
 """A run on disk: write it, read it, tabulate it. The only file format.
 
     DIR/experiment.toml           exactly what was run; `fedhdp run DIR/experiment.toml` runs it again
+    DIR/run.json                  the run's own name, under which a ledger knows it
     DIR/summary.json              what it came to; written last, so a folder with one is whole
     DIR/VARIANT/history.csv       round, group, model, metric, value; appended as the run goes
     DIR/VARIANT/checkpoint.npz    where to go on; gone when the variant is done
@@ -18,6 +19,7 @@ import fcntl
 import io
 import os
 import re
+import secrets
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -29,7 +31,14 @@ import numpy as np
 from fedhdp.metrics import SERVER, Row
 
 EXPERIMENT, SUMMARY, LOCK = "experiment.toml", "summary.json", ".lock"
+RUN = "run.json"
 HISTORY, CHECKPOINT, MODEL, RESULT = "history.csv", "checkpoint.npz", "model.npz", "result.json"
+
+
+class RunName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The name under which a ledger knows the run."""
+
+    id: str
 
 
 class GroupResult(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,6 +58,7 @@ class GroupResult(msgspec.Struct, forbid_unknown_fields=True):
     personal_variance: float | None = None
     personal_worst_decile: float | None = None
     average_accuracy: float | None = None
+    rounds: int = 0  # in which its clients could be drawn
     epsilon: float | None = None  # None: opted out, which is infinity, or not known
     epsilon_pld: float | None = None
     delta: float | None = None
@@ -107,7 +117,7 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write named arrays as one whole file."""
     content = io.BytesIO()
-    np.savez(content, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+    np.savez(content, allow_pickle=False, **arrays)
     write_whole(path, content.getbuffer())
 
 
@@ -143,6 +153,7 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ValueError(f"{path} is being written by another process") from error
+        self.id = read_value(path / RUN, RunName).id
 
     def __enter__(self) -> RunFolder:
         return self
@@ -157,9 +168,9 @@ class RunFolder:
             hint = f"; to go on with it: fedhdp run --resume {path}" if (path / EXPERIMENT).exists() else ""
             raise ValueError(f"--out {path} is not an empty folder{hint}")
         path.mkdir(parents=True, exist_ok=True)
-        folder = cls(path)
+        write_value(path / RUN, RunName(f"{path.name}-{secrets.token_hex(4)}"))
         write_whole(path / EXPERIMENT, experiment_toml)
-        return folder
+        return cls(path)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -279,6 +290,25 @@ def table(variants: list[VariantResult], variances: bool = True) -> tuple[list[s
                 cells.append(_percent(accuracy[0] - accuracy[1]) if known else "–")
         rows.append(cells + [_epsilon(group) for group in reversed(variant.groups)])
     return header, rows
+
+
+def footnotes(variants: list[VariantResult]) -> list[str]:
+    """What the epsilons rest on, and what else a reader of the table must know."""
+    lines: dict[str, list[str]] = {}
+    for variant in variants:
+        for group in variant.groups:
+            if group.epsilon is not None:
+                pld = "" if group.epsilon_pld is None else f", by PLD {group.epsilon_pld:.3f}"
+                said = f"ε {group.name} = {group.epsilon:.3f}{pld}: {group.epsilon_basis}"
+                lines.setdefault(said, []).append(variant.name)
+    notes = [f"{said} [{', '.join(names)}]" for said, names in lines.items()]
+    for variant in variants:
+        refused = sum(group.refused for group in variant.groups)
+        notes += [f"{variant.name}: stopped after {variant.rounds} rounds: {variant.stopped}"] if variant.stopped else []
+        notes += [f"{variant.name}: {refused} updates were not finite and were refused"] if refused else []
+    if any(variant.repeatable for variant in variants):
+        notes.append("the noise came from a given seed: repeatable, and therefore not private")
+    return notes
 
 
 def text_table(variants: list[VariantResult]) -> str:

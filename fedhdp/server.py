@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import optax
-from jax.typing import ArrayLike
 
 from fedhdp.mechanism import Mechanism, Terms, require
 
@@ -67,7 +66,7 @@ def private_mean(terms: Terms, clip: Array, sums: Sums, key: Array) -> tuple[Arr
     return update_P, clip * jnp.exp(-terms.clip_learning_rate * (unclipped - terms.quantile))
 
 
-def _share(total: Array, expected: ArrayLike, otherwise: ArrayLike) -> Array:
+def _share(total: Array, expected: Any, otherwise: Any) -> Array:
     """A sum over what is expected, a public constant; where nothing ever is, something else."""
     return jnp.where(expected > 0, total / jnp.where(expected > 0, expected, 1.0), otherwise)
 

@@ -38,6 +38,7 @@ def run(
         int | None, typer.Option(help="Seed of the noise: repeatable, and therefore not private.")
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds to train.")] = None,
+    ledger: Annotated[Path | None, typer.Option(help="File in which this population's spending is kept.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with the run in this folder.")] = None,
 ) -> None:
@@ -62,10 +63,15 @@ def run(
     from fedhdp.progress import ProgressDisplay
 
     errors = Console(stderr=True)
-    changes = {"seed": seed, "noise_seed": noise_seed, "rounds": rounds}
+    changes = {
+        "seed": seed,
+        "noise_seed": noise_seed,
+        "rounds": rounds,
+        "ledger": None if ledger is None else str(ledger),
+    }
     given = {name: value for name, value in changes.items() if value is not None}
     if resume is not None and (given or out is not None):
-        raise ValueError("--resume goes on with what was begun: it takes no --out, --seed, --noise-seed or --rounds")
+        raise ValueError("--resume goes on with what was begun: it takes no other options but --json")
     if resume is None:
         chosen = msgspec.structs.replace(find(experiment, EXPERIMENTS), **given)
         folder = out or Path("runs") / f"{results.slug(chosen.name)}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -87,7 +93,7 @@ def run(
 
 
 def _print_table(summary: Summary) -> None:
-    from fedhdp.results import table
+    from fedhdp.results import footnotes, table
 
     console = Console() if sys.stdout.isatty() else Console(width=200)
     header, rows = table(summary.variants)
@@ -103,3 +109,5 @@ def _print_table(summary: Summary) -> None:
     console.print(f"{summary.experiment}: accuracy in %" + (", variance across clients in parentheses" if wide else ""))
     console.print("Acc_g: the server's test set; g and l: clients' own data, with the global and with personal models")
     console.print(shown)
+    for line in footnotes(summary.variants):
+        console.print(line, style="dim", highlight=False)

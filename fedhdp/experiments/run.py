@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 import fedhdp
 from fedhdp import results
-from fedhdp.experiments.spec import Experiment, Variant, from_toml, to_toml
+from fedhdp.experiments.paying import BudgetSpent, Payer
+from fedhdp.experiments.spec import Experiment, from_toml, to_toml
+from fedhdp.ledger import Ledger
 from fedhdp.mechanism import Mechanism
 from fedhdp.metrics import SERVER, Row
-from fedhdp.models import Model
-from fedhdp.population import Population
-from fedhdp.results import GroupResult, RunFolder, Summary, VariantFolder, VariantResult
+from fedhdp.results import RunFolder, Summary, VariantFolder, VariantResult
 from fedhdp.simulate import Simulation
 
 CHECKPOINT_SECONDS = 30.0
@@ -29,7 +32,8 @@ class Progress(NamedTuple):
     round: int
     rounds: int
     accuracy: float | None  # on the server's test set, as last evaluated
-    epsilon: dict[str, float]  # of each group so far; empty where it is not known
+    epsilon: dict[str, float]  # of each group, as last evaluated; empty where it is not known
+    left: dict[str, float]  # rounds that a group's budget still allows; empty without a ledger
 
 
 class Interrupted(Exception):
@@ -60,61 +64,87 @@ def resume(out: Path, watch: Watch) -> Summary:
 
 
 def _run(experiment: Experiment, mechanism: Mechanism, folder: RunFolder, watch: Watch) -> Summary:
-    begun = time.monotonic()
-    done = [(variant, folder.variant(variant.name)) for variant in experiment.variants]
-    finished = [part.result() for _, part in done]
-    population: Population | None = None
-    model: Model | None = None
-    for index, (variant, part) in enumerate(done):
-        if finished[index] is not None:
-            continue
-        if population is None or model is None:  # made when first needed, and shared, so that variants compile once
-            population = experiment.data.load(mechanism, experiment.seed)
-            inputs = int(population.server_x_N[0].size)
-            model = experiment.model.build(inputs, population.classes)
-        simulation = Simulation(
-            population,
-            model,
-            variant.mechanism(mechanism),
-            experiment.training,
-            experiment.server,
-            experiment.seed,
-            experiment.noise_seed,
-        )
-        finished[index] = _run_variant(experiment, variant, index, simulation, part, watch)
+    parts = [folder.variant(variant.name) for variant in experiment.variants]
+    finished = [part.result() for part in parts]
+    if None in finished:
+        population = experiment.data.load(mechanism, experiment.seed)
+        model = experiment.model.build(
+            int(population.server_x_N[0].size), population.classes
+        )  # one, so that it compiles once
+        with _ledger(experiment) as ledger:
+            for index, variant in enumerate(experiment.variants):
+                if finished[index] is None:
+                    chosen = (variant.mechanism(mechanism), experiment.training, experiment.server)
+                    simulation = Simulation(population, model, *chosen, experiment.seed, experiment.noise_seed)
+                    finished[index] = _run_variant(
+                        experiment, index, simulation, folder.id, parts[index], ledger, watch
+                    )
     whole = [result for result in finished if result is not None]
-    summary = Summary(experiment.name, time.monotonic() - begun, whole, fedhdp.__version__)
+    summary = Summary(experiment.name, sum(result.seconds for result in whole), whole, fedhdp.__version__)
     results.write_value(folder.path / results.SUMMARY, summary)
     return summary
 
 
+@contextmanager
+def _ledger(experiment: Experiment) -> Iterator[Ledger | None]:
+    if experiment.ledger is None:
+        yield None
+        return
+    from fedhdp.accounting import fits
+
+    with Ledger(experiment.ledger, fits) as ledger:
+        yield ledger
+
+
 def _run_variant(
-    experiment: Experiment, variant: Variant, index: int, simulation: Simulation, part: VariantFolder, watch: Watch
+    experiment: Experiment,
+    index: int,
+    simulation: Simulation,
+    run_id: str,
+    part: VariantFolder,
+    ledger: Ledger | None,
+    watch: Watch,
 ) -> VariantResult:
-    begun = kept = time.monotonic()
+    variant, begun = experiment.variants[index], time.monotonic()
     checkpoint = part.checkpoint()
     state = simulation.start() if checkpoint is None else simulation.unpack(checkpoint)
-    history = part.history(until=state.round) if checkpoint is not None else []
+    seconds_before = 0.0 if checkpoint is None else float(checkpoint["seconds"])
+    history = [] if checkpoint is None else part.history(until=state.round)
     part.restart_history(history)
-    epsilon = epsilon_so_far(simulation.mechanism, state.round, experiment.delta)
+    payer = Payer(experiment, simulation, ledger, f"{run_id}/{variant.name}", completed=state.round)
+    epsilon, left, stopped, kept = payer.epsilon(state.round), payer.rounds_left(), None, begun
 
     while state.round < experiment.rounds:
+        try:
+            payer.pay(state.round)
+        except BudgetSpent as error:
+            stopped = str(error)
+            break
         state = simulation.play(state)
         state.server.clip.block_until_ready()  # so that progress is what is done, not what is asked for
         if state.round % experiment.evaluate_every == 0 or state.round == experiment.rounds:
             rows = simulation.evaluate(state)
             part.append_history(rows)
             history += rows
-            epsilon = epsilon_so_far(simulation.mechanism, state.round, experiment.delta)
+            epsilon, left = payer.epsilon(state.round), payer.rounds_left()
         place = (variant.name, index + 1, len(experiment.variants), state.round, experiment.rounds)
-        go_on = watch(Progress(*place, _latest(history), epsilon))
-        if not go_on or time.monotonic() - kept > CHECKPOINT_SECONDS:
-            part.keep_checkpoint(simulation.pack(state))
-            kept = time.monotonic()
+        go_on = watch(Progress(*place, _latest(history), epsilon, left))
+        now = time.monotonic()
+        if not go_on or now - kept > CHECKPOINT_SECONDS:
+            part.keep_checkpoint(simulation.pack(state) | {"seconds": np.array(seconds_before + now - begun)})
+            kept = now
         if not go_on:
             raise Interrupted
 
-    result = results.fill_in(_result(experiment, variant, simulation, time.monotonic() - begun), history)
+    if not history or history[-1].round != state.round:  # it ended before its time
+        rows = simulation.evaluate(state)
+        part.append_history(rows)
+        history += rows
+    seconds = seconds_before + time.monotonic() - begun
+    groups = payer.priced(state.round)
+    repeatable = experiment.noise_seed is not None
+    result = VariantResult(variant.name, variant.algorithm, state.round, seconds, repeatable, groups, stopped=stopped)
+    result = results.fill_in(result, history)
     part.finish(simulation.parameters(state), result)
     return result
 
@@ -124,18 +154,3 @@ def _latest(history: list[Row]) -> float | None:
         if (row.group, row.model, row.metric) == (SERVER, "global", "accuracy"):
             return row.value
     return None
-
-
-def _result(experiment: Experiment, variant: Variant, simulation: Simulation, seconds: float) -> VariantResult:
-    mechanism = simulation.mechanism
-    groups = [
-        GroupResult(g.name, g.clients, g.opted_out, g.noise_multiplier, g.sampling_rate, g.weight, g.pull)
-        for g in mechanism.groups
-    ]
-    repeatable = experiment.noise_seed is not None
-    return VariantResult(variant.name, variant.algorithm, experiment.rounds, seconds, repeatable, groups)
-
-
-def epsilon_so_far(mechanism: Mechanism, rounds: int, delta: float) -> dict[str, float]:
-    """Each group's epsilon after some rounds."""
-    return {}

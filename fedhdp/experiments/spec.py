@@ -168,6 +168,17 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ALGORITHMS[self.algorithm](msgspec.structs.replace(chosen, groups=groups))
 
 
+class LifetimeBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a group may spend in its life, over all runs of a ledger."""
+
+    epsilon: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        require(self.epsilon >= 0, "epsilon", self.epsilon, "at least 0")
+        require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
+
+
 class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All that is needed to run a comparison, and to run it again."""
 
@@ -184,6 +195,9 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     noise_seed: int | None = None  # None: noise from the operating system's entropy; a number: repeatable, not private
     evaluate_every: int = 25
     delta: float = 1e-4
+    ledger: str | None = None  # the file in which this population's spending is kept
+    budgets: dict[str, LifetimeBudget] = {}
+    when_spent: Literal["stop", "leave_out"] = "stop"  # what to do when a group's budget is spent
 
     def __post_init__(self) -> None:
         require(self.rounds >= 1, "rounds", self.rounds, "at least 1")
@@ -198,8 +212,18 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         total = sum(group.clients for group in self.mechanism.groups)
         rule = f"groups whose clients add up to data.clients, {self.data.clients}"
         require(total == self.data.clients, "mechanism.groups", total, rule)
+        require(
+            not self.budgets or self.ledger is not None, "budgets", list(self.budgets), "with a ledger that keeps them"
+        )
+        groups = [group.name for group in self.mechanism.groups]
+        for name in self.budgets:
+            require(name in groups, "budgets", name, f"of groups that exist ({', '.join(groups)})")
         for variant in self.variants:
             variant.mechanism(self.mechanism._at([group.noise_multiplier or 0.0 for group in self.mechanism.groups]))
+
+    def delta_of(self, group: str) -> float:
+        """The delta at which a group's epsilon is told."""
+        return next(wanted.delta or self.delta for wanted in self.mechanism.groups if wanted.name == group)
 
 
 def from_toml(text: str, where: str) -> Experiment:

@@ -1,0 +1,102 @@
+"""How a run pays: what its rounds cost so far, and the ledger's charge before each round where there is a ledger.
+
+A group whose budget is spent ends the run before the round that would pass it, or is left out of the rounds that follow,
+as the experiment chooses. Without the accounting library a run trains all the same, and its epsilons are not known.
+"""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+
+from msgspec.structs import replace
+
+from fedhdp.experiments.spec import Experiment
+from fedhdp.ledger import BudgetError, Ledger
+from fedhdp.results import GroupResult
+from fedhdp.simulate import Simulation
+
+KNOWN = find_spec("dp_accounting") is not None
+
+
+class BudgetSpent(Exception):
+    """No further round can be paid for."""
+
+
+class Payer:
+    """Pays for one variant's rounds."""
+
+    def __init__(self, experiment: Experiment, simulation: Simulation, ledger: Ledger | None, run: str, completed: int):
+        self.experiment, self.simulation, self.ledger, self.run = experiment, simulation, ledger, run
+        self.whole = simulation.mechanism  # with everybody in it
+        self.took_part: dict[str, int] = {}  # rounds of the groups that were left out since
+        if ledger is not None:
+            ledger.begin(run, self.whole, completed)
+            for name, budget in experiment.budgets.items():
+                ledger.promise(name, budget.epsilon, budget.delta)
+
+    def pay(self, done: int) -> None:
+        """Charge the next round, before anything of it can be seen; raise if nobody is left to go on with."""
+        if self.ledger is None:
+            return
+        from fedhdp.accounting import spends
+
+        while True:
+            try:
+                return self.ledger.charge(self.run, spends(self.simulation.mechanism))
+            except BudgetError as error:
+                if self.experiment.when_spent == "stop":
+                    raise BudgetSpent(str(error)) from error
+                self._leave_out(error.groups, done)
+                if all(group.sampling_rate == 0 for group in self.simulation.mechanism.groups):
+                    raise BudgetSpent(f"{error}; nobody is left") from error
+
+    def _leave_out(self, names: tuple[str, ...], done: int) -> None:
+        self.took_part |= dict.fromkeys(names, done)
+        mechanism = self.simulation.mechanism
+        groups = (replace(group, sampling_rate=0.0) if group.name in names else group for group in mechanism.groups)
+        self.simulation.mechanism = replace(mechanism, groups=tuple(groups))
+
+    def epsilon(self, rounds: int) -> dict[str, float]:
+        """Each group's epsilon for this run so far, or for all runs where there is a ledger."""
+        if not KNOWN:
+            return {}
+        from fedhdp.accounting import compose, spend
+
+        found = {}
+        for group in self.whole.groups:
+            spent = [spend(self.whole, group, rounds)] if self.ledger is None else self.ledger.spent(group.name)
+            delta = self.experiment.delta_of(group.name)
+            found[group.name] = math.inf if group.opted_out else compose(spent, delta)
+        return found
+
+    def rounds_left(self) -> dict[str, float]:
+        """How many more rounds the budgets allow, for the groups that have one."""
+        if self.ledger is None:
+            return {}
+        from fedhdp.accounting import rounds_left, spends
+
+        left = {}
+        for name, once in spends(self.whole).items():
+            budget = self.ledger.budget(name)
+            if budget is not None:
+                left[name] = rounds_left(self.ledger.spent(name), once, *budget)
+        return left
+
+    def priced(self, rounds: int) -> list[GroupResult]:
+        """Every group with what this run has cost it, by both accountants; a group left out has paid for fewer rounds."""
+        made = []
+        for group in self.whole.groups:
+            fields = (group.noise_multiplier, group.sampling_rate, group.weight, group.pull)
+            result = GroupResult(group.name, group.clients, group.opted_out, *fields)
+            result.rounds = self.took_part.get(group.name, rounds)
+            if KNOWN and not group.opted_out:
+                from fedhdp.accounting import prices
+
+                delta = result.delta = self.experiment.delta_of(group.name)
+                rdp = prices(self.whole, result.rounds, delta)[group.name]
+                result.epsilon, result.epsilon_basis = rdp.epsilon, rdp.basis
+                if self.whole.sampling == "poisson":
+                    result.epsilon_pld = prices(self.whole, result.rounds, delta, "pld")[group.name].epsilon
+            made.append(result)
+        return made

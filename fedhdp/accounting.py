@@ -8,6 +8,9 @@ dp_accounting, and only when a price is asked for, since the import takes most o
 group, are priced by replacing one client with another (Wang, Balle & Kasiviswanathan, 2019): that moves a clipped sum,
 and a sum of bits, by twice as much, so a mechanism's multiplier counts half. Cohorts are never truncated.
 
+What was spent comes first (``Spend``, ``event``, ``compose``), what a mechanism costs its groups after it (``prices``).
+The way back, noise for an epsilon, is in ``calibration.py``; what choosing among runs adds is in ``tuning.py``.
+
 A price covers the whole transcript of models and clips. It does not cover whatever else is shown without noise: how
 many clients came to a round, how many updates were refused, accuracies measured on clients' own data.
 """
@@ -18,7 +21,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
@@ -191,6 +194,23 @@ def compose(spent: Iterable[tuple], delta: float, accountant: Accountant = "rdp"
     return _compose(tuple(one for one in (Spend(*fields) for fields in spent) if not one.free), delta, accountant)
 
 
+def best_of(spent: tuple, trials: float, shape: float, delta: float) -> float:
+    """The epsilon of showing the best of a random number of runs that each spend this, by Renyi accounting."""
+    import dp_accounting as dp
+
+    run = Spend(*spent)
+    require(1 <= trials < math.inf, "trials", trials, "finite and at least 1")
+    require(shape >= 0, "shape", shape, "at least 0")
+    require(0 < delta < 1, "delta", delta, "between 0 and 1")
+    if run.free:
+        return 0.0
+    if run.noise_multiplier < LEAST_NOISE:
+        return math.inf
+    selected = dp.dp_event.RepeatAndSelectDpEvent(event(run), trials, shape)
+    with _quiet():
+        return float(_renyi_accountant(run.sampling).compose(selected).get_epsilon(delta))
+
+
 def fits(spent: Iterable[tuple], epsilon: float, delta: float) -> bool:
     """Whether what was spent stays within a budget, however later rounds were chosen in the light of earlier ones.
 
@@ -219,7 +239,8 @@ def rounds_left(spent: Iterable[tuple], once: tuple, epsilon: float, delta: floa
     return least
 
 
-def _checked(noise_multiplier: float, sampling_rate: float, rounds: int, sampling: str) -> Spend:
+def spend_of(noise_multiplier: float, sampling_rate: float, rounds: int, sampling: str) -> Spend:
+    """What rounds cost by their numbers: noise of this multiple of what one neighbour can change."""
     require(noise_multiplier >= 0, "noise_multiplier", noise_multiplier, "at least 0")
     require(0 <= sampling_rate <= 1, "sampling_rate", sampling_rate, "between 0 and 1")
     require(rounds >= 0 and int(rounds) == rounds, "rounds", rounds, "a whole number, at least 0")
@@ -236,7 +257,7 @@ def epsilon_of(
     sampling: Sampling = "poisson",
 ) -> float:
     """The epsilon of rounds with noise of this multiple of what one neighbour can change (``fixed``: two clips)."""
-    return compose([_checked(noise_multiplier, sampling_rate, rounds, sampling)], delta, accountant)
+    return compose([spend_of(noise_multiplier, sampling_rate, rounds, sampling)], delta, accountant)
 
 
 def curve(
@@ -250,47 +271,9 @@ def curve(
 ) -> list[tuple[int, float]]:
     """Epsilon after a growing number of rounds, evenly spaced and the last one included."""
     require(points >= 1, "points", points, "at least 1")
-    whole = _checked(noise_multiplier, sampling_rate, rounds, sampling)
+    whole = spend_of(noise_multiplier, sampling_rate, rounds, sampling)
     after = sorted({round(whole.rounds * point / points) for point in range(1, points + 1)})
     return [(done, compose([whole._replace(rounds=done)], delta, accountant)) for done in after]
-
-
-def _least_noise(price: Callable[[float], float], target: float) -> float:
-    """The least noise whose price is at most the target and, where price is continuous, at least 99.5% of it."""
-    low = high = 0.0  # logarithms of multipliers, since the price is close to a power of the multiplier
-    while (above := price(math.exp(low))) <= target and math.exp(low) > LEAST_NOISE:
-        low -= 1
-    while (below := price(math.exp(high))) > target:
-        high += 1
-    while below < 0.995 * target and high - low > 1e-7:
-        share = 0.5
-        if below > 0 and above < math.inf:
-            share = math.log(above / (0.9975 * target)) / math.log(above / below)
-        middle = low + min(max(share, 0.1), 0.9) * (high - low)
-        if (cost := price(math.exp(middle))) <= target:
-            high, below = middle, cost
-        else:
-            low, above = middle, cost
-    return math.exp(high)
-
-
-@functools.lru_cache(maxsize=4096)
-def noise_multiplier_for(
-    epsilon: float,
-    sampling_rate: float,
-    rounds: int,
-    delta: float,
-    accountant: Accountant = "rdp",
-    sampling: Sampling = "poisson",
-) -> float:
-    """The noise that keeps rounds within an epsilon, never above and within 1% of it; 0 for infinity."""
-    require(epsilon > 0, "epsilon", epsilon, "above 0")
-    once = _checked(math.inf, sampling_rate, rounds, sampling)
-    if epsilon == math.inf:
-        return 0.0
-    require(sampling_rate > 0, "sampling_rate", sampling_rate, "above 0 where noise is asked for")
-    require(rounds > 0, "rounds", rounds, "above 0 where noise is asked for")
-    return _least_noise(lambda noise: compose([once._replace(noise_multiplier=noise)], delta, accountant), epsilon)
 
 
 def prices(mechanism: Mechanism, rounds: int, delta: float, accountant: Accountant = "rdp") -> dict[str, Price]:
@@ -301,10 +284,11 @@ def prices(mechanism: Mechanism, rounds: int, delta: float, accountant: Accounta
 def _price(mechanism: Mechanism, group: PrivacyGroup, rounds: int, delta: float, accountant: Accountant) -> Price:
     spent = spend(mechanism, group, rounds)
     epsilon = math.inf if group.opted_out else compose([spent], delta, accountant)
-    return _quote(group.name, epsilon, delta, spent, accountant)
+    return quote(group.name, epsilon, delta, spent, accountant)
 
 
-def _quote(group: str, epsilon: float, delta: float, spent: Spend, accountant: str, tuning: str = "") -> Price:
+def quote(group: str, epsilon: float, delta: float, spent: Spend, accountant: str, tuning: str = "") -> Price:
+    """An epsilon beside what it rests on."""
     multiplier, rate, sampling, rounds = spent
     return Price(group, epsilon, delta, multiplier, rate, rounds, ADJACENCY[sampling], sampling, accountant, tuning)
 
@@ -319,70 +303,3 @@ def table(mechanism: Mechanism, rounds: int, delta: float) -> list[tuple[Price, 
     rdp = prices(mechanism, rounds, delta, "rdp")
     pld = prices(mechanism, rounds, delta, "pld") if mechanism.sampling == "poisson" else {}
     return [(price, pld.get(name)) for name, price in rdp.items()]
-
-
-def calibrate(
-    mechanism: Mechanism,
-    targets: Mapping[str, float],
-    rounds: int,
-    delta: float,
-    accountant: Accountant = "pld",
-) -> Mechanism:
-    """The mechanism with each named group's noise multiplier chosen for its epsilon; infinity is opting out.
-
-    The multiplier that a group is promised costs at most its target and at least 99% of it. What the group really gets,
-    and so ``epsilon`` of the result, never costs more, and costs less where other groups' noise serves it too or where
-    its weight hides it.
-    """
-    unknown = sorted(set(targets) - {group.name for group in mechanism.groups})
-    require(not unknown, "targets", unknown, f"groups of the mechanism ({', '.join(g.name for g in mechanism.groups)})")
-
-    def promised(group: PrivacyGroup) -> PrivacyGroup:
-        if group.name not in targets:
-            return group
-        rate, sampling = spend(mechanism, group).sampling_rate, mechanism.sampling
-        noise = (
-            noise_multiplier_for(targets[group.name], rate, rounds, delta, accountant, sampling) * SENSITIVITY[sampling]
-        )
-        return msgspec.structs.replace(group, noise_multiplier=noise)
-
-    return msgspec.structs.replace(mechanism, groups=tuple(promised(group) for group in mechanism.groups))
-
-
-def price_of_tuning(
-    candidates: Sequence[Mechanism], rounds: int, delta: float, trials: float, shape: float = math.inf
-) -> dict[str, Price]:
-    """Each group's price for the best of a random number of whole runs (Papernot & Steinke, 2022), by Renyi accounting.
-
-    Each trial draws a candidate at random, such as another weight; a group pays for the one that shows most of it. The
-    number of trials is drawn beforehand, with mean ``trials``: Poisson (``shape`` infinite), geometric (1), logarithmic
-    (0) or another truncated negative binomial. The price holds only if nothing of the losing trials is shown, and if
-    the score that chooses comes from public data or from those who opted out.
-    """
-    import dp_accounting as dp
-
-    require(len(candidates) >= 1, "candidates", candidates, "at least one mechanism")
-    names = [[(group.name, group.clients) for group in mechanism.groups] for mechanism in candidates]
-    require(all(name == names[0] for name in names), "candidates", names, "mechanisms of the same groups")
-    samplings = sorted({mechanism.sampling for mechanism in candidates})
-    require(len(samplings) == 1, "sampling", samplings, "the same for all candidates")
-    require(1 <= trials < math.inf, "trials", trials, "finite and at least 1")
-    require(shape >= 0, "shape", shape, "at least 0")
-    require(0 < delta < 1, "delta", delta, "between 0 and 1")
-    law = {math.inf: "Poisson", 1: "geometric", 0: "logarithmic"}.get(shape, f"negative binomial (shape {shape:g})")
-    tuning = f"best of {trials:g} trials on average ({law})"
-    result = {}
-    for groups in zip(*(mechanism.groups for mechanism in candidates)):
-        each = [spend(mechanism, group, rounds) for mechanism, group in zip(candidates, groups)]
-        noise, rate = min(one.noise_multiplier for one in each), max(one.sampling_rate for one in each)
-        worst = Spend(noise, rate, samplings[0], rounds)
-        if any(group.opted_out for group in groups):
-            cost = math.inf
-        elif worst.free:
-            cost = 0.0
-        else:
-            selected = dp.dp_event.RepeatAndSelectDpEvent(event(worst), trials, shape)
-            with _quiet():
-                cost = float(_renyi_accountant(samplings[0]).compose(selected).get_epsilon(delta))
-        result[groups[0].name] = _quote(groups[0].name, cost, delta, worst, "rdp", tuning)
-    return result

@@ -1,17 +1,16 @@
 """One round on many devices: a cohort's clients, a chunk at a time on each device, through client.py and server.py.
 
-Cores are devices: with one JAX device for each CPU core, a mesh with the single axis ``clients``, and few clients at a
-time on each, what a client computes with stays in its core's cache. The same mesh is the GPUs of a host. Personal models
-stay where they are: client k lives on device k mod D, trains there, and only the sums of updates cross devices. A cohort
-is padded to a capacity that rarely changes, so a round compiles once; how many chunks are run follows who came.
+Cores are devices (``fedhdp/__init__.py`` asks JAX for one each): a mesh with the single axis ``clients``, few clients at
+a time on each device, so that what a client computes with stays in its core's cache. The same mesh is the GPUs of a
+host. Personal models stay where they are: client k lives on device k mod D, trains there, and only the sums of updates
+cross devices. A cohort is padded to a capacity that rarely changes, so a round compiles once; how many chunks are run
+follows who came.
 
 Axis letters: K clients of the population, C slots of the cohort, M examples of one client (padded), P parameters.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 from functools import partial
 from typing import NamedTuple
 
@@ -28,12 +27,6 @@ from fedhdp.population import Population
 from fedhdp.server import ServerState, ServerStep, Sums, clip_and_sum, finish_round
 
 AXIS = "clients"
-
-
-def use_all_cores() -> None:
-    """Make every CPU core a JAX device; must be called before JAX starts, and is harmless after."""
-    with contextlib.suppress(RuntimeError):  # JAX has started: whoever started it chose the devices
-        jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
 
 
 class Cohort(NamedTuple):

@@ -8,7 +8,8 @@ How spending is priced is given from outside (``fits``, see ``accounting.fits``)
 epsilon. What it keeps for a group, (noise multiplier, sampling rate, sampler, rounds), is what events are rebuilt from.
 
 Groups are names for ranges of clients. One file holds a name to one range, and a client to one name, so that what a
-client has spent is what its group has. Restoring an old copy of the file forgets charges: ``begin`` refuses to resume a
+client has spent is what its group has. A budget can be promised to a name before its first run; it has no clients until
+then (0 in the file). Restoring an old copy of the file forgets charges: ``begin`` refuses to resume a
 run that has completed more rounds than its ledger knows.
 """
 
@@ -112,6 +113,7 @@ class Ledger:
         require(run != "", "run", run, "a name")
         text = msgspec.json.encode(mechanism).decode()
         with self._transaction():
+            self._refuse_to_bypass_a_promise(mechanism)
             for name, first, clients in _ranges(mechanism):
                 self._admit(name, first, clients)
             known = self._db.execute("SELECT mechanism, charged FROM runs WHERE name = ?", (run,)).fetchone()
@@ -134,6 +136,9 @@ class Ledger:
         with self._transaction():
             if not self._db.execute("UPDATE runs SET charged = charged + 1 WHERE name = ?", (run,)).rowcount:
                 raise LedgerError(f"{self.path}: there is no run {run!r}")
+            for name in spends:
+                if not self.clients(name):
+                    raise LedgerError(f"{self.path}: group {name!r} has not been in a run")
             refused = [name for name, spend in spends.items() if not self._affordable(name, spend)]
             if refused:
                 raise BudgetError(tuple(refused), f"{self.path}: another round would pass {self._budgets(refused)}")
@@ -145,10 +150,12 @@ class Ledger:
             )
 
     def promise(self, group: str, epsilon: float, delta: float) -> None:
-        """Give a group a budget for its life: it may be lowered later, never raised."""
+        """Give a group a budget for its life, before its first run or later: it may be lowered, never raised."""
+        require(group != "", "group", group, "a name")
         require(epsilon >= 0, "epsilon", epsilon, "at least 0")
         require(0 < delta < 1, "delta", delta, "between 0 and 1")
         with self._transaction():
+            self._db.execute("INSERT OR IGNORE INTO groups VALUES (?, 0, 0, NULL, NULL)", (group,))
             known = self.budget(group)
             if known and not (epsilon <= known.epsilon and delta <= known.delta):
                 raise LedgerError(
@@ -158,9 +165,17 @@ class Ledger:
             self._db.execute("UPDATE groups SET epsilon = ?, delta = ? WHERE name = ?", (epsilon, delta, group))
 
     def groups(self) -> tuple[str, ...]:
-        """The groups that were ever in a run, in the order of their clients."""
+        """The groups that were ever in a run, in the order of their clients, and then those with a promise alone."""
         with self._in_words():
-            return tuple(name for (name,) in self._db.execute("SELECT name FROM groups ORDER BY first"))
+            return tuple(name for (name,) in self._db.execute("SELECT name FROM groups ORDER BY clients = 0, first"))
+
+    def clients(self, group: str) -> range:
+        """Which clients a group has: none before its first run."""
+        with self._in_words():
+            row = self._db.execute("SELECT first, clients FROM groups WHERE name = ?", (group,)).fetchone()
+        if row is None:
+            raise LedgerError(f"{self.path}: there is no group {group!r}")
+        return range(row[0], row[0] + row[1])
 
     def budget(self, group: str) -> Budget | None:
         """What a group may spend in its life, if it was promised anything."""
@@ -204,14 +219,30 @@ class Ledger:
 
     def _admit(self, name: str, first: int, clients: int) -> None:
         """Let a group into the file, unless its clients, or its name, are another group's there."""
-        for other, start, count in self._db.execute("SELECT name, first, clients FROM groups").fetchall():
+        known = "SELECT name, first, clients FROM groups WHERE clients > 0"
+        for other, start, count in self._db.execute(known).fetchall():
             same = (other, start, count) == (name, first, clients)
             if not same and (other == name or (first < start + count and start < first + clients)):
                 raise LedgerError(
                     f"{self.path}: clients {start} to {start + count - 1} are group {other!r} there, "
                     f"so clients {first} to {first + clients - 1} cannot be group {name!r}"
                 )
-        self._db.execute("INSERT OR IGNORE INTO groups VALUES (?, ?, ?, NULL, NULL)", (name, first, clients))
+        self._db.execute(
+            "INSERT INTO groups VALUES (?, ?, ?, NULL, NULL) ON CONFLICT (name) DO UPDATE"
+            " SET first = excluded.first, clients = excluded.clients",
+            (name, first, clients),
+        )
+
+    def _refuse_to_bypass_a_promise(self, mechanism: Mechanism) -> None:
+        """A promise that waits for its group is not passed by under a new name, such as a misspelt one."""
+        waiting = [name for name in self.groups() if not self.clients(name)]
+        absent = sorted(set(waiting) - {group.name for group in mechanism.groups})
+        new = [g.name for g in mechanism.groups if not g.opted_out and g.name not in self.groups()]
+        if absent and new:
+            raise LedgerError(
+                f"{self.path}: group {absent[0]!r} was promised a budget and has not been in a run, while {new[0]!r} is "
+                f"new and was promised none; if they are not the same clients, promise {new[0]!r} a budget too"
+            )
 
     def _recognise(self) -> int:
         """The version of the file, 0 where it is empty; a file that is no ledger, or a newer one, is refused."""

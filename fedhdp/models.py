@@ -80,9 +80,15 @@ def dense(key: Array, inputs: int, units: int) -> Parameters:
     return {"w": jax.random.uniform(key, (inputs, units), minval=-limit, maxval=limit), "b": jnp.zeros(units)}
 
 
-def linear(inputs: int, outputs: int, **judge: Any) -> Model:
+def linear(inputs: int, outputs: int, bias: bool = True, **judge: Any) -> Model:
     """A linear model; with the default loss, multinomial logistic regression."""
-    return dense_first(lambda key: {}, lambda rest, h_NH, key: h_NH, inputs, outputs, **judge)
+    if bias:
+        return dense_first(lambda key: {}, lambda rest, h_NH, key: h_NH, inputs, outputs, **judge)
+
+    def apply(parameters: Parameters, x_N: Array, key: Array | None) -> Array:
+        return x_N.reshape(x_N.shape[0], -1) @ parameters["w"]
+
+    return Model(lambda key: {"w": dense(key, inputs, outputs)["w"]}, apply, **judge)
 
 
 def mlp(inputs: int = 784, hidden: int = 50, classes: int = 10) -> Model:

@@ -1,4 +1,4 @@
-"""A run on disk: write it, read it, tabulate it. The only file format.
+"""A run on disk: write it, read it. The only file format.
 
     DIR/experiment.toml           exactly what was run; `fedhdp run DIR/experiment.toml` runs it again
     DIR/run.json                  the run's own name, under which a ledger knows it
@@ -28,7 +28,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fedhdp.metrics import SERVER, Row
+from fedhdp.metrics import Row
+from fedhdp.outcome import VariantResult
 
 EXPERIMENT, SUMMARY, LOCK = "experiment.toml", "summary.json", ".lock"
 RUN = "run.json"
@@ -39,55 +40,6 @@ class RunName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The name under which a ledger knows the run."""
 
     id: str
-
-
-class GroupResult(msgspec.Struct, forbid_unknown_fields=True):
-    """What one group got, and what it paid."""
-
-    name: str
-    clients: int
-    opted_out: bool
-    noise_multiplier: float
-    sampling_rate: float
-    weight: float
-    pull: float
-    global_accuracy: float | None = None
-    global_variance: float | None = None
-    global_worst_decile: float | None = None
-    personal_accuracy: float | None = None
-    personal_variance: float | None = None
-    personal_worst_decile: float | None = None
-    average_accuracy: float | None = None
-    rounds: int = 0  # in which its clients could be drawn
-    epsilon: float | None = None  # None: opted out, which is infinity, or not known
-    epsilon_pld: float | None = None
-    delta: float | None = None
-    epsilon_basis: str | None = None  # what the epsilons rest on
-    refused: int = 0
-
-
-class VariantResult(msgspec.Struct, forbid_unknown_fields=True):
-    """What one variant of an experiment came to."""
-
-    name: str
-    algorithm: str
-    rounds: int
-    seconds: float
-    repeatable: bool  # noise from a given seed: can be run again to the bit, and is therefore not private
-    groups: list[GroupResult]
-    server_accuracy: float | None = None
-    server_average_accuracy: float | None = None
-    clip: float | None = None
-    stopped: str | None = None  # why it ended before its last round
-
-
-class Summary(msgspec.Struct, forbid_unknown_fields=True):
-    """What an experiment came to."""
-
-    experiment: str
-    seconds: float
-    variants: list[VariantResult]
-    version: str = ""
 
 
 class DamagedRun(ValueError):
@@ -245,87 +197,3 @@ def _lines(rows: Iterable[Row]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows((*row[:4], repr(row.value)) for row in rows)
     return text.getvalue()
-
-
-def fill_in(result: VariantResult, history: Iterable[Row]) -> VariantResult:
-    """The result with the measurements of the last evaluated round."""
-    rows = list(history)
-    last = max((row.round for row in rows), default=0)
-    found = {(row.group, row.model, row.metric): row.value for row in rows if row.round == last}
-    result.server_accuracy = found.get((SERVER, "global", "accuracy"))
-    result.server_average_accuracy = found.get((SERVER, "average", "accuracy"))
-    result.clip = found.get((SERVER, "global", "clip"))
-    for group in result.groups:
-        for model in ("global", "personal"):
-            for metric in ("accuracy", "variance", "worst_decile"):
-                setattr(group, f"{model}_{metric}", found.get((group.name, model, metric)))
-        group.average_accuracy = found.get((group.name, "average", "accuracy"))
-        group.refused = int(found.get((group.name, "global", "refused"), 0))
-    return result
-
-
-def table(variants: list[VariantResult], variances: bool = True) -> tuple[list[str], list[list[str]]]:
-    """The header and the cells of a table in the paper's columns: percentages, with the variance in parentheses.
-
-    Acc_g is on the server's test set; then each group's clients on their own, with the global model (g) and with their
-    personal models (l). With two groups, Δ is what the less private gain over the more private. As in the paper, a
-    variance is that of accuracies as fractions, times 100.
-    """
-    names = [group.name for group in variants[0].groups]
-    personal = any(group.personal_accuracy is not None for variant in variants for group in variant.groups)
-    models = [("g", "global")] + ([("l", "personal")] if personal else [])
-    header = ["algorithm", "Acc_g"]
-    for short, _ in models:
-        header += [f"{short}: {name}" for name in reversed(names)] + ([f"Δ_{short}"] if len(names) == 2 else [])
-    header += [f"ε {name}" for name in reversed(names)]
-    rows = []
-    for variant in variants:
-        cells = [variant.name, _percent(variant.server_accuracy)]
-        for _, model in models:
-            accuracy = [getattr(group, f"{model}_accuracy") for group in variant.groups]
-            variance = [getattr(group, f"{model}_variance") if variances else None for group in variant.groups]
-            cells += [_percent(a, v) for a, v in zip(reversed(accuracy), reversed(variance))]
-            if len(names) == 2:
-                known = None not in accuracy
-                cells.append(_percent(accuracy[0] - accuracy[1]) if known else "–")
-        rows.append(cells + [_epsilon(group) for group in reversed(variant.groups)])
-    return header, rows
-
-
-def footnotes(variants: list[VariantResult]) -> list[str]:
-    """What the epsilons rest on, and what else a reader of the table must know."""
-    lines: dict[str, list[str]] = {}
-    for variant in variants:
-        for group in variant.groups:
-            if group.epsilon is not None:
-                pld = "" if group.epsilon_pld is None else f", by PLD {group.epsilon_pld:.3f}"
-                said = f"ε {group.name} = {group.epsilon:.3f}{pld}: {group.epsilon_basis}"
-                lines.setdefault(said, []).append(variant.name)
-    notes = [f"{said} [{', '.join(names)}]" for said, names in lines.items()]
-    for variant in variants:
-        refused = sum(group.refused for group in variant.groups)
-        notes += [f"{variant.name}: stopped after {variant.rounds} rounds: {variant.stopped}"] if variant.stopped else []
-        notes += [f"{variant.name}: {refused} updates were not finite and were refused"] if refused else []
-    if any(variant.repeatable for variant in variants):
-        notes.append("the noise came from a given seed: repeatable, and therefore not private")
-    return notes
-
-
-def text_table(variants: list[VariantResult]) -> str:
-    """The table as plain text."""
-    header, rows = table(variants)
-    widths = [max(map(len, column)) for column in zip(header, *rows)]
-    lines = [header, ["─" * width for width in widths], *rows]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
-
-
-def _percent(value: float | None, variance: float | None = None) -> str:
-    if value is None:
-        return "–"
-    return f"{100 * value:.2f}" + ("" if variance is None else f" ({100 * variance:.2f})")
-
-
-def _epsilon(group: GroupResult) -> str:
-    if group.opted_out:
-        return "∞"
-    return "–" if group.epsilon is None else f"{group.epsilon:.2f}"

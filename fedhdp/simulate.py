@@ -21,10 +21,11 @@ from jax.flatten_util import ravel_pytree
 
 from fedhdp import server
 from fedhdp.client import LocalTraining
-from fedhdp.engine import Engine, use_all_cores
+from fedhdp.engine import Engine
 from fedhdp.mechanism import Mechanism, require
 from fedhdp.metrics import SERVER, Row, group_rows, mean_by_client
 from fedhdp.models import Array, Model
+from fedhdp.outcome import VariantResult, fill_in, group_results
 from fedhdp.population import Population
 from fedhdp.server import ServerState, ServerStep
 
@@ -42,7 +43,6 @@ class State(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _engine(model: Model, training: LocalTraining, step: ServerStep, inputs: int) -> Engine:
-    use_all_cores()
     return Engine(
         model, training, step, inputs
     )  # one for all runs that differ in numbers alone: they share a compilation
@@ -184,8 +184,15 @@ class Trained(NamedTuple):
     """What a simulation came to."""
 
     mechanism: Mechanism
-    theta_P: np.ndarray
+    rounds: int
+    parameters: dict[str, np.ndarray]  # the global model
     history: list[Row]
+    repeatable: bool
+
+    def result(self, name: str, delta: float = 1e-4) -> VariantResult:
+        """A line of a table, with each group's epsilon at this delta."""
+        groups = group_results(self.mechanism, lambda group: self.rounds, lambda group: delta)
+        return fill_in(VariantResult(name, "", self.rounds, 0.0, self.repeatable, groups), self.history)
 
 
 def simulate(
@@ -209,4 +216,5 @@ def simulate(
             on_round(state)
         if state.round == rounds or (evaluate_every and state.round % evaluate_every == 0):
             history += simulation.evaluate(state)
-    return Trained(mechanism, np.asarray(state.server.theta_P), history)
+    parameters = simulation.parameters(state)
+    return Trained(mechanism, rounds, parameters, history, repeatable=noise_seed is not None)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedhdp.engine import use_all_cores
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.population import Population, examples
-
-use_all_cores()
 
 
 def tiny_population(sizes: list[int], inputs: int = 12, classes: int = 3, seed: int = 0) -> Population:

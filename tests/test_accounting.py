@@ -14,16 +14,16 @@ from scipy.stats import norm
 from fedhdp import accounting
 from fedhdp.accounting import (
     Spend,
-    calibrate,
     compose,
     curve,
     epsilon,
     epsilon_of,
-    noise_multiplier_for,
     prices,
     spends,
 )
+from fedhdp.calibration import calibrate, noise_multiplier_for
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.tuning import price_of_tuning
 
 
 def one_group(multiplier: float, rate: float = 0.05, **fields) -> Mechanism:
@@ -174,7 +174,7 @@ def test_calibration_never_costs_more_than_asked_and_promises_within_one_percent
 
 
 def test_calibrating_fixed_cohorts_meets_the_target_by_their_own_price():
-    result = calibrate(one_group(1.0, sampling="fixed"), {"private": 5.0}, 100, 1e-5, "rdp")
+    result = calibrate(one_group(1.0, sampling="fixed"), {"private": 5.0}, 100, 1e-5)
     assert 4.95 <= epsilon(result, 100, 1e-5)["private"] <= 5.0
 
 
@@ -245,7 +245,7 @@ def test_every_price_is_printed_with_all_that_it_rests_on():
 def test_tuning_costs_more_than_a_run_and_far_less_than_all_its_runs(shape):
     mechanism = one_group(4.0, 0.03)
     once = epsilon(mechanism, 500, 1e-5)["private"]
-    tuned = accounting.price_of_tuning([mechanism], 500, 1e-5, trials=20, shape=shape)["private"]
+    tuned = price_of_tuning([mechanism], 500, 1e-5, trials=20, shape=shape)["private"]
     assert once < tuned.epsilon < compose([spends(mechanism, 500 * 20)["private"]], 1e-5)
     assert "20 trials" in tuned.basis
 
@@ -256,9 +256,9 @@ def test_tuning_pays_for_the_candidate_that_shows_most_of_a_group():
         return Mechanism(groups=(*groups, PrivacyGroup("open", 50, 0.0, 0.1)), clip=1.0)
 
     low, high = candidate(0.1), candidate(1.0)
-    both, worst = (accounting.price_of_tuning(c, 100, 1e-5, 10) for c in ([low, high], [low]))
+    both, worst = (price_of_tuning(c, 100, 1e-5, 10) for c in ([low, high], [low]))
     assert both["lax"].epsilon == worst["lax"].epsilon  # noise of 1 there, of 4 in the other
-    assert both["lax"].epsilon > accounting.price_of_tuning([high], 100, 1e-5, 10)["lax"].epsilon
+    assert both["lax"].epsilon > price_of_tuning([high], 100, 1e-5, 10)["lax"].epsilon
     assert both["open"].epsilon == math.inf
 
 
@@ -291,6 +291,7 @@ def test_next_to_no_noise_is_priced_as_none_and_extremes_are_numbers():
 
 def test_importing_accounting_imports_neither_jax_nor_the_slow_library():
     code = (
-        "import sys, fedhdp.accounting, fedhdp.ledger; print([m for m in ('jax', 'dp_accounting') if m in sys.modules])"
+        "import sys, fedhdp.accounting, fedhdp.calibration, fedhdp.ledger, fedhdp.plan, fedhdp.tuning\n"
+        "print([m for m in ('jax', 'dp_accounting') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

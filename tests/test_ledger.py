@@ -356,3 +356,57 @@ def test_a_damaged_ledger_is_an_error_in_one_line(path, ledger):
     with open_ledger(path) as broken, pytest.raises(LedgerError, match="damaged or unreadable") as error:
         broken.charge("run", ROUND)
     assert "\n" not in str(error.value)
+
+
+def test_a_budget_promised_before_the_first_run_holds_from_its_first_round(path):
+    with open_ledger(path) as ledger:
+        ledger.promise("strict", 0.5, 1e-5)
+        assert (ledger.groups(), list(ledger.clients("strict"))) == (("strict",), [])
+        ledger.begin("run", MECHANISM)
+        assert ledger.groups() == ("lax", "strict", "open")
+        assert ledger.clients("strict") == range(60, 90)
+        allowed = rounds_left((), ROUND["strict"], 0.5, 1e-5)
+        ledger.charge("run", ROUND | {"strict": ROUND["strict"]._replace(rounds=allowed)})
+        with pytest.raises(BudgetError, match="strict"):
+            ledger.charge("run", ROUND)
+
+
+def test_a_promise_before_the_first_run_can_be_lowered_and_never_raised(path):
+    with open_ledger(path) as ledger:
+        ledger.promise("strict", 2.0, 1e-5)
+        ledger.promise("strict", 1.0, 1e-5)
+        with pytest.raises(LedgerError, match="was promised epsilon 1 at delta 1e-05"):
+            ledger.promise("strict", 2.0, 1e-5)
+        assert ledger.budget("strict") == (1.0, 1e-5)
+
+
+def test_clients_stay_with_the_group_that_was_promised_once_it_has_been_in_a_run(path):
+    with open_ledger(path) as ledger:
+        ledger.promise("strict", 0.5, 1e-5)
+        ledger.begin("run", MECHANISM)
+        lax, strict, opted = MECHANISM.groups
+        moved = msgspec.structs.replace(MECHANISM, groups=(strict, lax, opted))
+        with pytest.raises(LedgerError, match="so clients 0 to 29 cannot be group 'strict'"):
+            ledger.begin("another", moved)
+        assert ledger.clients("strict") == range(60, 90)
+
+
+def test_a_promise_is_not_bypassed_under_a_misspelt_name(path):
+    lax, strict, opted = MECHANISM.groups
+    misspelt = msgspec.structs.replace(MECHANISM, groups=(lax, msgspec.structs.replace(strict, name="Strict"), opted))
+    with open_ledger(path) as ledger:
+        for name in ("lax", "strict"):
+            ledger.promise(name, 0.5, 1e-5)
+        with pytest.raises(LedgerError, match="group 'strict' was promised a budget .* while 'Strict' is new"):
+            ledger.begin("run", misspelt)
+        assert (ledger.runs(), list(ledger.clients("lax"))) == ((), [])
+        ledger.promise("Strict", 0.5, 1e-5)  # said in so many words that they are others
+        ledger.begin("run", misspelt)
+        ledger.begin("run", misspelt)
+
+
+def test_nothing_is_charged_to_a_group_that_has_a_promise_and_no_clients(ledger):
+    ledger.promise("later", 5.0, 1e-5)
+    with pytest.raises(LedgerError, match="group 'later' has not been in a run"):
+        ledger.charge("run", ROUND | {"later": ROUND["lax"]})
+    assert rounds_of(ledger, "lax") == 0

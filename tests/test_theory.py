@@ -372,7 +372,7 @@ def test_shared_noise_never_breaks_a_promise():
 
 def test_the_optimum_reads_as_json_with_weights_relative_to_the_first_group():
     result = json.loads(json.dumps(msgspec.to_builtins(optimum(FIVE))))
-    assert set(result) == {"server_variance", "groups", "baselines", "shared_noise"}
+    assert set(result) == {"server_variance", "groups", "baselines"}
     assert [group["name"] for group in result["groups"]] == [level.name for level in FIVE.levels]
     np.testing.assert_allclose([group["weight"] for group in result["groups"]], FIVE.sigma2_G[0] / FIVE.sigma2_G)
     assert {"pull", "pull_own_noise", "client_mse", "bayes_mse"} <= set(result["groups"][0])

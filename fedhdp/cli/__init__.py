@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import fedhdp
-from fedhdp.cli import run
+from fedhdp.cli import account, ledger, plan, run, theory
 
 app = typer.Typer(
     name="fedhdp",
@@ -23,6 +23,10 @@ app = typer.Typer(
 )
 app.command()(run.run)
 app.command(name="list")(run.list_experiments)
+app.command()(account.account)
+app.command()(plan.plan)
+app.add_typer(ledger.app, name="ledger")
+app.add_typer(theory.app, name="theory")
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from fedhdp.results import Summary
+    from fedhdp.outcome import Summary
 
 
 def list_experiments() -> None:
@@ -93,7 +93,7 @@ def run(
 
 
 def _print_table(summary: Summary) -> None:
-    from fedhdp.results import footnotes, table
+    from fedhdp.outcome import footnotes, table
 
     console = Console() if sys.stdout.isatty() else Console(width=200)
     header, rows = table(summary.variants)

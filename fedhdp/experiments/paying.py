@@ -7,16 +7,13 @@ as the experiment chooses. Without the accounting library a run trains all the s
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 
 from msgspec.structs import replace
 
 from fedhdp.experiments.spec import Experiment
 from fedhdp.ledger import BudgetError, Ledger
-from fedhdp.results import GroupResult
+from fedhdp.outcome import ACCOUNTING, GroupResult, group_results
 from fedhdp.simulate import Simulation
-
-KNOWN = find_spec("dp_accounting") is not None
 
 
 class BudgetSpent(Exception):
@@ -59,7 +56,7 @@ class Payer:
 
     def epsilon(self, rounds: int) -> dict[str, float]:
         """Each group's epsilon for this run so far, or for all runs where there is a ledger."""
-        if not KNOWN:
+        if not ACCOUNTING:
             return {}
         from fedhdp.accounting import compose, spend
 
@@ -84,19 +81,5 @@ class Payer:
         return left
 
     def priced(self, rounds: int) -> list[GroupResult]:
-        """Every group with what this run has cost it, by both accountants; a group left out has paid for fewer rounds."""
-        made = []
-        for group in self.whole.groups:
-            fields = (group.noise_multiplier, group.sampling_rate, group.weight, group.pull)
-            result = GroupResult(group.name, group.clients, group.opted_out, *fields)
-            result.rounds = self.took_part.get(group.name, rounds)
-            if KNOWN and not group.opted_out:
-                from fedhdp.accounting import prices
-
-                delta = result.delta = self.experiment.delta_of(group.name)
-                rdp = prices(self.whole, result.rounds, delta)[group.name]
-                result.epsilon, result.epsilon_basis = rdp.epsilon, rdp.basis
-                if self.whole.sampling == "poisson":
-                    result.epsilon_pld = prices(self.whole, result.rounds, delta, "pld")[group.name].epsilon
-            made.append(result)
-        return made
+        """Every group with what this run has cost it; a group that was left out has paid for fewer rounds."""
+        return group_results(self.whole, lambda name: self.took_part.get(name, rounds), self.experiment.delta_of)

@@ -17,10 +17,9 @@ from fedhdp.experiments.spec import Experiment, from_toml, to_toml
 from fedhdp.ledger import Ledger
 from fedhdp.mechanism import Mechanism
 from fedhdp.metrics import SERVER, Row
-from fedhdp.results import RunFolder, Summary, VariantFolder, VariantResult
+from fedhdp.outcome import Summary, VariantResult, fill_in
+from fedhdp.results import RunFolder, VariantFolder
 from fedhdp.simulate import Simulation
-
-CHECKPOINT_SECONDS = 30.0
 
 
 class Progress(NamedTuple):
@@ -130,7 +129,7 @@ def _run_variant(
         place = (variant.name, index + 1, len(experiment.variants), state.round, experiment.rounds)
         go_on = watch(Progress(*place, _latest(history), epsilon, left))
         now = time.monotonic()
-        if not go_on or now - kept > CHECKPOINT_SECONDS:
+        if not go_on or now - kept >= experiment.checkpoint_seconds:
             part.keep_checkpoint(simulation.pack(state) | {"seconds": np.array(seconds_before + now - begun)})
             kept = now
         if not go_on:
@@ -144,7 +143,7 @@ def _run_variant(
     groups = payer.priced(state.round)
     repeatable = experiment.noise_seed is not None
     result = VariantResult(variant.name, variant.algorithm, state.round, seconds, repeatable, groups, stopped=stopped)
-    result = results.fill_in(result, history)
+    result = fill_in(result, history)
     part.finish(simulation.parameters(state), result)
     return result
 

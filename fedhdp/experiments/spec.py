@@ -75,7 +75,7 @@ class WantedMechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         mechanism = self._at([group.noise_multiplier or 0.0 for group in self.groups])
         if not self.by_epsilon:
             return mechanism
-        from fedhdp.accounting import calibrate
+        from fedhdp.calibration import calibrate
 
         for wanted in {group.delta or delta for group in self.groups if group.epsilon is not None}:
             asked = [g for g in self.groups if g.epsilon is not None and (g.delta or delta) == wanted]
@@ -194,6 +194,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     noise_seed: int | None = None  # None: noise from the operating system's entropy; a number: repeatable, not private
     evaluate_every: int = 25
+    checkpoint_seconds: float = 30.0
     delta: float = 1e-4
     ledger: str | None = None  # the file in which this population's spending is kept
     budgets: dict[str, LifetimeBudget] = {}
@@ -205,6 +206,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.noise_seed is not None:
             require(0 <= self.noise_seed < 2**31, "noise_seed", self.noise_seed, "at least 0 and below 2**31")
         require(self.evaluate_every >= 1, "evaluate_every", self.evaluate_every, "at least 1")
+        require(self.checkpoint_seconds >= 0, "checkpoint_seconds", self.checkpoint_seconds, "at least 0")
         require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
         require(len(self.variants) >= 1, "variants", self.variants, "at least one variant")
         names = [variant.name for variant in self.variants]

@@ -45,8 +45,8 @@ class Curve(NamedTuple):
     """A closed form over x, simulated means with standard errors at some of it, and the optimum if there is one."""
 
     label: str
-    line: list[tuple[float, float]]
-    points: list[tuple[float, ...]]  # x, mean, standard error
+    line: Sequence[tuple[float, float]]
+    points: Sequence[tuple[float, ...]]  # x, mean, standard error
     optimum: tuple[float, float] | None = None
 
 
@@ -81,18 +81,20 @@ def theory_figures(out_dir: str | Path, trials: int = 4000) -> list[Path]:
 
 def ratio_by_noise(trials: int) -> Panel:
     """Server variance against the weight ratio, for several noises."""
-    curves = [_ratio_curve(f"γ² = {g:g}", OptOut(500, 0.2, g, 0.8, 0.2), trials) for g in (0.001, 0.003, 0.01, 0.03)]
+    cases = {f"γ² = {g:g}": OptOut(500, 0.2, g, 0.8, 0.2) for g in (0.001, 0.003, 0.01, 0.03)}
+    curves = [_ratio_curve(label, case, trials, seed) for seed, (label, case) in enumerate(cases.items())]
     return Panel("500 clients, 20 % opted out, σ$_c$² = 1", "weight ratio r", "server variance σ$_s$²", curves)
 
 
 def ratio_by_spread(trials: int) -> Panel:
     """Server variance against the weight ratio, for several spreads of the clients' own estimates."""
-    curves = [_ratio_curve(f"σ$_c$² = {c:g}", OptOut(500, 0.2, 0.01, 0.8 * c, 0.2 * c), trials) for c in (0.5, 1, 2, 4)]
+    cases = {f"σ$_c$² = {c:g}": OptOut(500, 0.2, 0.01, 0.8 * c, 0.2 * c) for c in (0.5, 1, 2, 4)}
+    curves = [_ratio_curve(label, case, trials, seed) for seed, (label, case) in enumerate(cases.items(), 10)]
     return Panel("500 clients, 20 % opted out, γ² = 0.01", "weight ratio r", "server variance σ$_s$²", curves)
 
 
-def _ratio_curve(label: str, case: OptOut, trials: int) -> Curve:
-    drawn = monte_carlo.simulate(case.problem, trials, 1, seed=1)
+def _ratio_curve(label: str, case: OptOut, trials: int, seed: int) -> Curve:
+    drawn = monte_carlo.simulate(case.problem, trials, 1, seed)
     line = [(r, point_estimation.server_variance(case, r)) for r in RATIOS]
     points = [(r, *monte_carlo.estimate(monte_carlo.server_errors(drawn, [1, r]))) for r in SIMULATED_RATIOS]
     best = (point_estimation.optimal_ratio(case), point_estimation.optimal_server_variance(case))
@@ -107,7 +109,7 @@ def server_by_share(trials: int) -> Panel:
 
     def curve(label: str, closed_form: Callable, noised: Callable, weigh: Callable) -> Curve:
         problems = [noised(case(rho).problem) for rho in SIMULATED_SHARES]
-        points = [_server_point(problem, weigh(problem), trials) for problem in problems]
+        points = [_server_point(problem, weigh(problem), trials, seed) for seed, problem in enumerate(problems, 20)]
         line = [(rho, closed_form(case(rho))) for rho in SHARES]
         return Curve(label, line, [(rho, *point) for rho, point in zip(SIMULATED_SHARES, points)])
 
@@ -129,8 +131,8 @@ def _strictest(problem: Problem) -> Problem:
     return with_noise(problem, np.full(len(problem.levels), problem.noise_G.max()))
 
 
-def _server_point(problem: Problem, weight_G: np.ndarray, trials: int) -> monte_carlo.Estimated:
-    drawn = monte_carlo.simulate(problem, trials, 1, seed=2)
+def _server_point(problem: Problem, weight_G: np.ndarray, trials: int, seed: int) -> monte_carlo.Estimated:
+    drawn = monte_carlo.simulate(problem, trials, 1, seed)
     return monte_carlo.estimate(monte_carlo.server_errors(drawn, weight_G))
 
 

@@ -35,6 +35,7 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gamma2: float
 
     def __post_init__(self) -> None:
+        require(self.name != "", "name", self.name, "a name")
         whole = 1 <= self.clients < math.inf and self.clients == int(self.clients)
         require(whole, "clients", self.clients, "a whole number of at least 1")
         require(self.gamma2 >= 0, "gamma2", self.gamma2, "at least 0")
@@ -67,7 +68,7 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def noise_G(self) -> np.ndarray:
         """The variance of the noise on one client's update, N_i gamma_i^2."""
-        return self.clients_G * np.array([level.gamma2 for level in self.levels], float)
+        return product(self.clients_G, [level.gamma2 for level in self.levels])
 
     @property
     def sigma2_G(self) -> np.ndarray:

@@ -6,10 +6,13 @@ same closed form at other weights and other noise, each with the best Ditto pull
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.theory import linear_regression, shared_noise
 from fedhdp.theory.linear_regression import Level, Problem, quotient
 
@@ -48,12 +51,11 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Optimum(msgspec.Struct, frozen=True):
-    """FedHDP at its best, the baselines, and FedHDP with one shared noise instead of one for each level."""
+    """FedHDP at its best, and beside it the baselines and FedHDP with one shared noise instead of one for each level."""
 
     server_variance: float
     groups: tuple[GroupOptimum, ...]
     baselines: dict[str, Outcome]
-    shared_noise: Outcome
 
 
 def optimum(problem: Problem) -> Optimum:
@@ -72,8 +74,7 @@ def optimum(problem: Problem) -> Optimum:
     return Optimum(
         server_variance=linear_regression.optimal_server_variance(problem),
         groups=tuple(GroupOptimum(level.name, level.clients, *numbers) for level, *numbers in rows),
-        baselines=baselines(problem),
-        shared_noise=_shared(problem),
+        baselines=baselines(problem) | {"fedhdp_shared_noise": _shared(problem)},
     )
 
 
@@ -93,6 +94,25 @@ def with_noise(problem: Problem, noise_G: ArrayLike) -> Problem:
     pairs = zip(problem.levels, np.asarray(noise_G, float).tolist())
     levels = tuple(Level(level.name, level.clients, noise / level.clients) for level, noise in pairs)
     return Problem(levels, problem.alpha2, problem.tau2)
+
+
+def mechanism(
+    problem: Problem,
+    weights: ArrayLike,
+    pulls: ArrayLike,
+    clip: float,
+    noise: Literal["per_group", "shared"] = "per_group",
+) -> Mechanism:
+    """What the engine runs for these levels: the noise N_j gamma_j that level j is owed on its sum, in clips.
+
+    Each of N_j clients noising its own update by N_j gamma_j^2 puts variance (N_j gamma_j)^2 on the level's sum, and the
+    engine's server adds the same to the sum itself. The clip must leave every update whole, as the theory has none.
+    """
+    owed_G = shared_noise.multipliers(problem) / clip
+    weight_G, pull_G = (np.broadcast_to(np.asarray(a, float), owed_G.shape).tolist() for a in (weights, pulls))
+    rows = zip(problem.levels, owed_G.tolist(), weight_G, pull_G)
+    groups = tuple(PrivacyGroup(level.name, level.clients, z, 1.0, weight, pull) for level, z, weight, pull in rows)
+    return Mechanism(groups, clip=clip, noise=noise)
 
 
 def _outcome(problem: Problem, weight_G: np.ndarray) -> Outcome:

@@ -1,0 +1,243 @@
+"""`fedhdp account`: what rounds cost, the noise that an epsilon needs, and what an experiment costs each of its groups."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedhdp.cli.show import console, in_short, print_json, table
+
+if TYPE_CHECKING:
+    from fedhdp.accounting import Spend
+    from fedhdp.experiments.spec import Experiment
+
+WIDEST = 40  # of the curve's bars, in characters
+
+
+def account(
+    experiment: Annotated[
+        str | None, typer.Argument(metavar="[NAME or FILE.toml]", help="Price an experiment, group by group.")
+    ] = None,
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="Noise as a multiple of what one neighbour can change.")
+    ] = None,
+    epsilon: Annotated[
+        float | None, typer.Option(help="In place of the noise: find the noise for this epsilon.")
+    ] = None,
+    sampling_rate: Annotated[float | None, typer.Option(help="The chance that a client comes to a round.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="How many rounds.")] = None,
+    delta: Annotated[float | None, typer.Option(help="The delta of the promise; default 1e-4.")] = None,
+    accountant: Annotated[str | None, typer.Option(metavar="rdp|pld", help="Default rdp.")] = None,
+    sampling: Annotated[str | None, typer.Option(metavar="poisson|fixed", help="Default poisson.")] = None,
+    tuning_trials: Annotated[
+        float | None, typer.Option(help="Mean number of private runs of which only the best is shown.")
+    ] = None,
+    tuning_shape: Annotated[
+        float, typer.Option(help="How that number is drawn: inf Poisson, 1 geometric, 0 logarithmic.")
+    ] = math.inf,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Price a mechanism: the epsilon of some noise, the noise for an epsilon, or an experiment's groups.
+
+    Examples:
+
+    `fedhdp account --noise-multiplier 1.5 --sampling-rate 0.05 --rounds 500 --delta 1e-4`
+
+    `fedhdp account --epsilon 3.6 --sampling-rate 0.05 --rounds 500 --accountant pld`
+
+    `fedhdp account three-levels --json`
+    """
+    if tuning_trials is None and tuning_shape != math.inf:
+        raise ValueError(f"--tuning-shape needs --tuning-trials, got {tuning_shape:g} and none")
+    tuning = None if tuning_trials is None else (tuning_trials, tuning_shape)
+    numbers = {
+        "--noise-multiplier": noise_multiplier,
+        "--epsilon": epsilon,
+        "--sampling-rate": sampling_rate,
+        "--sampling": sampling,
+        "--accountant": accountant,
+    }
+    if experiment is not None:
+        extra = [f"{name} {value}" for name, value in numbers.items() if value is not None]
+        if extra:
+            raise ValueError(f"an experiment says its own noise, sampling and groups: {experiment} takes no {extra[0]}")
+        answer = _priced(_found(experiment, rounds, delta), tuning)
+        print_json(answer) if json else _print_table(answer)
+        return
+    if (noise_multiplier is None) == (epsilon is None):
+        given = "neither" if epsilon is None else f"--noise-multiplier {noise_multiplier:g} and --epsilon {epsilon:g}"
+        raise ValueError(f"give either --noise-multiplier or --epsilon, or an experiment, got {given}")
+    for name, value in (("--sampling-rate", sampling_rate), ("--rounds", rounds)):
+        if value is None:
+            raise ValueError(f"{name} must be given where there is no experiment, got none")
+    asked = (sampling_rate, rounds, 1e-4 if delta is None else delta, accountant or "rdp", sampling or "poisson")
+    answer = _answer(noise_multiplier, epsilon, *asked, tuning)  # type: ignore[arg-type]
+    print_json(answer) if json else _print_answer(answer)
+
+
+def _answer(
+    noise: float | None,
+    target: float | None,
+    rate: float,
+    rounds: int,
+    delta: float,
+    accountant: str,
+    sampling: str,
+    tuning: tuple[float, float] | None,
+) -> dict[str, Any]:
+    """An epsilon, or the noise for one, with all that it rests on; infinity stands for an opted-out client's epsilon."""
+    from fedhdp import accounting
+    from fedhdp.accounting import SENSITIVITY, best_of, compose, spend_of
+    from fedhdp.calibration import least_noise, noise_multiplier_for
+    from fedhdp.mechanism import require
+    from fedhdp.tuning import in_words
+
+    if tuning is not None:
+        require(accountant == "rdp", "accountant", accountant, "'rdp' where tuning is priced")
+
+    def cost(spent: Spend) -> float:
+        return best_of(spent, *tuning, delta) if tuning else compose([spent], delta, accountant)  # type: ignore[arg-type]
+
+    if noise is None:
+        assert target is not None
+        noise = noise_multiplier_for(target, rate, rounds, delta, accountant, sampling)
+        if tuning and noise > 0:
+            noise = least_noise(lambda z: cost(spend_of(z, rate, rounds, sampling)), target)
+    require(noise < math.inf, "noise_multiplier", noise, "finite")
+    spent = spend_of(noise, rate, rounds, sampling)
+    found = cost(spent)
+    evenly = sorted({round(rounds * point / 10) for point in range(1, 11)})
+    return {
+        **({} if target is None else {"noise_multiplier": noise, "epsilon_asked": target}),
+        "epsilon": found,
+        "opted_out": found == math.inf,
+        "delta": delta,
+        "noise_multiplier": noise,
+        "sampling_rate": rate,
+        "rounds": rounds,
+        "sampling": sampling,
+        "adjacency": accounting.ADJACENCY[sampling],
+        "accountant": accountant,
+        "tuning": None if tuning is None else in_words(*tuning),
+        "noise_in_clips": noise * SENSITIVITY[sampling],
+        "epsilon_were_the_noise_in_clips": cost(spent._replace(noise_multiplier=noise / SENSITIVITY[sampling])),
+        "curve": [{"rounds": done, "epsilon": cost(spent._replace(rounds=done))} for done in evenly],
+    }
+
+
+def _found(name: str, rounds: int | None, delta: float | None) -> Experiment:
+    import msgspec
+
+    from fedhdp.experiments import EXPERIMENTS
+    from fedhdp.experiments.spec import find
+
+    given = {field: value for field, value in (("rounds", rounds), ("delta", delta)) if value is not None}
+    return msgspec.structs.replace(find(name, EXPERIMENTS), **given)
+
+
+def _priced(experiment: Experiment, tuning: tuple[float, float] | None) -> dict[str, Any]:
+    """Each group's epsilon by both accountants, once for all the variants that cost the same."""
+    from fedhdp.accounting import prices, spends
+    from fedhdp.tuning import in_words, price_of_tuning
+
+    rounds, alike = experiment.rounds, {}  # type: ignore[var-annotated]
+    chosen = experiment.mechanism.mechanism(rounds, experiment.delta)
+    for variant in experiment.variants:
+        mechanism = variant.mechanism(chosen)
+        alike.setdefault(tuple(spends(mechanism).items()), []).append((variant.name, mechanism))
+    priced = []
+    for variants in alike.values():
+        groups = []
+        for group in variants[0][1].groups:
+            mechanism, delta = variants[0][1], experiment.delta_of(group.name)
+            rdp = prices(mechanism, rounds, delta)[group.name]
+            pld = prices(mechanism, rounds, delta, "pld")[group.name] if mechanism.sampling == "poisson" else None
+            tuned = price_of_tuning([m for _, m in variants], rounds, delta, *tuning)[group.name] if tuning else None
+            groups.append(
+                {
+                    "group": group.name,
+                    "clients": group.clients,
+                    "opted_out": group.opted_out,
+                    "epsilon": rdp.epsilon,
+                    "epsilon_pld": pld and pld.epsilon,
+                    "epsilon_tuned": tuned and tuned.epsilon,
+                    "delta": delta,
+                    "noise_multiplier": rdp.noise_multiplier,
+                    "sampling_rate": rdp.sampling_rate,
+                    "rounds": rounds,
+                    "sampling": rdp.sampling,
+                    "adjacency": rdp.adjacency,
+                }
+            )
+        priced.append({"variants": [name for name, _ in variants], "groups": groups})
+    return {"experiment": experiment.name, "tuning": in_words(*tuning) if tuning else None, "mechanisms": priced}
+
+
+def _print_answer(answer: dict[str, Any]) -> None:
+    from fedhdp.accounting import SAMPLER
+
+    out, fixed = console(), answer["sampling"] == "fixed"
+    changed = "replacing one client" if fixed else "one client"
+    noise, cost = f"{answer['noise_multiplier']:.4g}", in_short(answer["epsilon"])
+    rests = (
+        f"q {answer['sampling_rate']:g}, {SAMPLER[answer['sampling']]}, {answer['adjacency']}, "
+        f"{answer['accountant'].upper()} accountant" + (f", {answer['tuning']}" if answer["tuning"] else "")
+    )
+    if "epsilon_asked" in answer:
+        out.print(
+            f"Noise multiplier {noise}: {noise} times what {changed} can change keeps {answer['rounds']} "
+            f"rounds within epsilon {in_short(answer['epsilon_asked'])} at delta {answer['delta']:g}. "
+            f"It costs {cost} ({rests})."
+        )
+    else:
+        out.print(
+            f"Epsilon {cost} at delta {answer['delta']:g} is what {answer['rounds']} rounds cost a client "
+            f"when the noise is {noise} times what {changed} can change ({rests})."
+        )
+    if answer["opted_out"]:
+        out.print("Without noise nothing is promised: that is opting out.")
+        return
+    if fixed:
+        out.print(
+            f"Replacing one client changes a sum by two clips, so this noise is {answer['noise_in_clips']:.4g} clips. "
+            f"A mechanism whose noise is {noise} clips has half the multiplier here and pays epsilon "
+            f"{in_short(answer['epsilon_were_the_noise_in_clips'])}."
+        )
+    out.print()
+    most = max(point["epsilon"] for point in answer["curve"]) or 1.0
+    digits = max(len("rounds"), len(str(answer["rounds"])))
+    out.print(f"{'rounds':>{digits}}  epsilon", style="dim")
+    for point in answer["curve"]:
+        bar = "█" * max(1, round(WIDEST * point["epsilon"] / most)) if point["epsilon"] else ""
+        out.print(f"{point['rounds']:>{digits}}  {point['epsilon']:>7.4g}  ", end="")
+        out.print(bar, style="cyan")
+
+
+def _print_table(answer: dict[str, Any]) -> None:
+    from fedhdp.accounting import SAMPLER
+
+    out, tuned = console(), answer["tuning"] is not None
+    first = answer["mechanisms"][0]["groups"][0]
+    rests = f"{SAMPLER[first['sampling']]}, {first['adjacency']}"
+    out.print(f"{answer['experiment']}: what {first['rounds']} rounds cost each group ({rests})")
+    numbers = ("clients", "q", "z", "delta", "ε RDP", "ε PLD", *(["ε tuned"] if tuned else []))
+    shown = table(("variant", "group"), numbers)
+    for mechanism in answer["mechanisms"]:
+        for number, group in enumerate(mechanism["groups"]):
+            shown.add_row(
+                "" if number else ", ".join(mechanism["variants"]),
+                group["group"],
+                f"{group['clients']:,}",
+                f"{group['sampling_rate']:g}",
+                in_short(group["noise_multiplier"]),
+                f"{group['delta']:g}",
+                in_short(group["epsilon"]),
+                in_short(group["epsilon_pld"]),
+                *([in_short(group["epsilon_tuned"])] if tuned else []),
+                end_section=number == len(mechanism["groups"]) - 1,
+            )
+    out.print(shown)
+    if tuned:
+        out.print(f"tuned: {answer['tuning']}, by RDP, if nothing of the other trials is shown")

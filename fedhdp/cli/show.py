@@ -1,0 +1,39 @@
+"""How commands print: one JSON document for programs, sentences and tables for people."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+
+def print_json(answer: object) -> None:
+    """One JSON document and nothing else; what is infinite is null."""
+    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(answer), indent=2) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def console() -> Console:
+    """Where people read; wide where no terminal says how wide it is."""
+    width = None if sys.stdout.isatty() else 100
+    return Console(width=width, highlight=False, markup=False, emoji=False)  # names are shown as they are
+
+
+def in_short(epsilon: float | None, otherwise: str = "–") -> str:
+    """An epsilon for a table."""
+    return otherwise if epsilon is None else "∞" if epsilon == math.inf else f"{epsilon:.4g}"
+
+
+def table(texts: Iterable[str], numbers: Iterable[str]) -> Table:
+    """An empty table: columns of words, which may fold, then columns of numbers, which may not."""
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for name in texts:
+        shown.add_column(name, overflow="fold")
+    for name in numbers:
+        shown.add_column(name, justify="right", no_wrap=True)
+    return shown

@@ -1,0 +1,379 @@
+"""Experiments as values and as runs on disk: written and read, killed and resumed, paid for, refused when they make no sense."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from fedhdp import outcome, results
+from fedhdp.accounting import compose, fits
+from fedhdp.experiments import EXPERIMENTS
+from fedhdp.experiments.run import Interrupted, Progress, resume, run
+from fedhdp.experiments.spec import Experiment, LifetimeBudget, from_toml, to_toml
+from fedhdp.ledger import Ledger
+from fedhdp.results import DamagedRun
+
+TINY = Path(__file__).parent / "tiny.toml"
+FEDHDP = [sys.executable, "-c", "from fedhdp.cli import main; main()"]
+
+
+def tiny(**changes: object) -> Experiment:
+    """The tiny experiment, changed."""
+    return replace(from_toml(TINY.read_text(), "tiny.toml"), **changes)
+
+
+def onwards(progress: Progress) -> bool:
+    """Watch nothing."""
+    return True
+
+
+def command(*arguments: object, **others: object) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a user does."""
+    return subprocess.run([*FEDHDP, *map(str, arguments)], capture_output=True, text=True, **others)  # type: ignore[call-overload]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The folder of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(tiny(), folder, onwards)
+    return folder
+
+
+def same_run(one: Path, other: Path) -> None:
+    """Histories and models are the same to the bit."""
+    for variant in ("dp-fedavg", "fedhdp"):
+        assert (one / variant / "history.csv").read_bytes() == (other / variant / "history.csv").read_bytes()
+        a, b = (results.read_arrays(folder / variant / "model.npz") for folder in (one, other))
+        assert a.keys() == b.keys()
+        for name in a:
+            np.testing.assert_array_equal(a[name], b[name])
+
+
+def small(experiment: Experiment) -> Experiment:
+    """A built-in experiment at toy size."""
+    groups = tuple(replace(group, clients=6, sampling_rate=0.5) for group in experiment.mechanism.groups)
+    data = replace(experiment.data, clients=6 * len(groups), samples=5, test_samples=2, server_test=124)
+    training = replace(experiment.training, epochs=1)
+    changes = {"rounds": 2, "evaluate_every": 1, "training": training, "data": data}
+    return replace(experiment, mechanism=replace(experiment.mechanism, groups=groups), **changes)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_built_in_experiment_runs_and_tells_each_groups_epsilon(name, tmp_path):
+    experiment = small(EXPERIMENTS[name]())
+    summary = run(experiment, tmp_path / "run", onwards)
+    for variant in summary.variants:
+        assert 0 <= variant.server_accuracy <= 1
+        for group in variant.groups:
+            assert 0 <= group.global_accuracy <= 1
+            assert 0 <= group.personal_accuracy <= 1
+            if group.opted_out:
+                assert group.epsilon is None
+            else:
+                assert 0 < group.epsilon_pld <= group.epsilon * 1.001
+                assert "add or remove one client" in group.epsilon_basis
+    header, rows = outcome.table(summary.variants)
+    assert {len(row) for row in rows} == {len(header)}
+    assert outcome.text_table(summary.variants).count("\n") == len(rows) + 1
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_written_and_read_is_the_same_value(name):
+    experiment = EXPERIMENTS[name]()
+    assert from_toml(to_toml(experiment), "x") == experiment
+
+
+def test_what_is_kept_can_be_run_again_from_there_to_the_bit(whole, tmp_path):
+    again = from_toml((whole / "experiment.toml").read_text(), "experiment.toml")
+    run(again, tmp_path / "again", onwards)
+    same_run(whole, tmp_path / "again")
+
+
+def test_the_history_is_tidy_and_ends_in_the_summary(whole):
+    summary = results.read_value(whole / "summary.json", outcome.Summary)
+    rows = results.VariantFolder(whole / "fedhdp").history()
+    assert sorted({row.round for row in rows}) == [4, 8, 12]
+    last = {(row.group, row.model, row.metric): row.value for row in rows if row.round == 12}
+    fedhdp = summary.variants[1]
+    assert last["server", "global", "accuracy"] == fedhdp.server_accuracy
+    assert last["private", "personal", "worst_decile"] == fedhdp.groups[1].personal_worst_decile
+    assert not (whole / "fedhdp" / "checkpoint.npz").exists()
+    assert set(results.read_arrays(whole / "fedhdp" / "model.npz")) == {
+        "global/first/b", "global/first/w", "global/rest/b", "global/rest/w"}  # fmt: skip
+
+
+def test_a_wanted_epsilon_is_kept(whole):
+    summary = results.read_value(whole / "summary.json", outcome.Summary)
+    private = summary.variants[1].groups[1]
+    assert 7.9 < private.epsilon_pld <= 8.0
+    assert private.noise_multiplier > 0
+
+
+def test_a_run_killed_at_any_moment_goes_on_to_the_same_end_to_the_bit(whole, tmp_path):
+    folder = tmp_path / "killed"
+    process = subprocess.Popen([*FEDHDP, "run", str(TINY), "--out", str(folder)], stderr=subprocess.DEVNULL)
+    _kill_when(process, lambda: (folder / "dp-fedavg" / "checkpoint.npz").exists())
+    for place in ("fedhdp/history.csv", "fedhdp/checkpoint.npz"):
+        process = subprocess.Popen([*FEDHDP, "run", "--resume", str(folder)], stderr=subprocess.DEVNULL)
+        _kill_when(process, lambda place=place: (folder / place).exists())
+    assert not (folder / "summary.json").exists()
+    with open(folder / "fedhdp" / "history.csv", "a") as history:
+        history.write("12,server,glo")  # as if it had been killed in the middle of a line
+    done = command("run", "--resume", folder, "--json", check=True)
+    assert json.loads(done.stdout)["experiment"] == "tiny"
+    same_run(whole, folder)
+
+
+def _kill_when(process: subprocess.Popen, ready) -> None:  # type: ignore[no-untyped-def]
+    deadline = time.monotonic() + 120
+    while not ready() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_ctrl_c_stops_after_the_round_with_a_checkpoint_and_says_how_to_go_on(whole, tmp_path):
+    folder = tmp_path / "stopped"
+    longer = tmp_path / "longer.toml"
+    longer.write_text(to_toml(tiny(rounds=100_000, checkpoint_seconds=1e9)))
+    process = subprocess.Popen([*FEDHDP, "run", str(longer), "--out", str(folder)], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    history = folder / "dp-fedavg" / "history.csv"
+    while not (history.exists() and history.stat().st_size > 100) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"fedhdp run --resume {folder}" in said
+    assert "Traceback" not in said
+    assert int(results.read_arrays(folder / "dp-fedavg" / "checkpoint.npz")["round"]) > 0
+
+
+def test_a_watcher_that_says_no_interrupts_and_the_run_goes_on_from_there(whole, tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        run(tiny(checkpoint_seconds=1e9), folder, lambda progress: progress.round < 7)
+    seen = []
+    resume(folder, lambda progress: seen.append(progress) or True)
+    assert (seen[0].variant, seen[0].round) == ("DP-FedAvg", 8)
+    same_run(whole, folder)
+
+
+def test_a_finished_run_is_not_run_again(whole):
+    before = (whole / "summary.json").read_bytes()
+    summary = resume(whole, lambda progress: pytest.fail("it ran"))
+    assert summary.variants[0].name == "DP-FedAvg"
+    assert (whole / "summary.json").read_bytes() == before
+
+
+def test_every_round_is_charged_before_it_is_played_and_resuming_charges_what_is_run_again(tmp_path):
+    path = tmp_path / "population.ledger"
+    folder = tmp_path / "run"
+    experiment = tiny(ledger=str(path), checkpoint_seconds=1e9, variants=tiny().variants[1:])
+    charged = []
+
+    def watch(progress: Progress) -> bool:
+        with Ledger(path, fits, read_only=True) as ledger:
+            charged.append((progress.round, ledger.runs()[0].charged))
+        return progress.round != 5
+
+    with pytest.raises(Interrupted):
+        run(experiment, folder, watch)
+    assert charged == [(n, n) for n in range(1, 6)]
+    resume(folder, onwards)
+    with Ledger(path, fits, read_only=True) as ledger:
+        assert ledger.runs()[0].charged == 12
+        spent = compose(ledger.spent("private"), 1e-4, "pld")
+    summary = results.read_value(folder / "summary.json", outcome.Summary)
+    assert spent == pytest.approx(summary.variants[0].groups[1].epsilon_pld)
+
+
+def test_a_budget_stops_a_run_before_the_round_that_would_pass_it_and_its_results_are_kept(tmp_path):
+    path = tmp_path / "population.ledger"
+    budget = LifetimeBudget(5.0, 1e-4)
+    experiment = tiny(ledger=str(path), budgets={"private": budget}, variants=tiny().variants[1:])
+    left = []
+    summary = run(experiment, tmp_path / "run", lambda progress: left.append(progress.left["private"]) or True)
+    variant = summary.variants[0]
+    assert 0 < variant.rounds < 12
+    assert "would pass the budget of 'private', epsilon 5" in variant.stopped
+    assert variant.server_accuracy is not None
+    assert left[-1] < 12
+    with Ledger(path, fits, read_only=True) as ledger:
+        assert compose(ledger.spent("private"), 1e-4) <= 5.0
+        assert ledger.runs()[0].charged == variant.rounds
+    again = run(replace(experiment, seed=5), tmp_path / "again", onwards)  # another run finds nothing left
+    assert again.variants[0].rounds == 0
+    assert (tmp_path / "again" / "fedhdp" / "model.npz").exists()
+
+
+def test_a_run_may_go_on_without_the_group_whose_budget_is_spent(tmp_path):
+    path = tmp_path / "population.ledger"
+    experiment = tiny(
+        ledger=str(path),
+        budgets={"private": LifetimeBudget(5.0, 1e-4)},
+        when_spent="leave_out",
+        variants=tiny().variants[1:],
+    )
+    variant = run(experiment, tmp_path / "run", onwards).variants[0]
+    opted_out, private = variant.groups
+    assert (variant.rounds, variant.stopped) == (12, None)
+    assert opted_out.rounds == 12
+    assert 0 < private.rounds < 12
+    assert private.epsilon <= 5.0
+    with Ledger(path, fits, read_only=True) as ledger:
+        assert compose(ledger.spent("private"), 1e-4) <= 5.0
+
+
+def test_a_ledger_that_cannot_be_used_means_no_round(tmp_path):
+    (tmp_path / "no.ledger").write_text("this is no ledger " * 100)
+    said = command("run", TINY, "--out", tmp_path / "run", "--ledger", tmp_path / "no.ledger")
+    assert said.returncode == 2
+    assert re.fullmatch(r"fedhdp: .*no\.ledger: not a ledger.*\n", said.stderr)
+    assert not list((tmp_path / "run").glob("*/history.csv"))
+
+
+def test_an_output_folder_that_holds_another_run_is_left_alone(whole):
+    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+    said = command("run", TINY, "--out", whole)
+    assert said.returncode == 2
+    assert re.fullmatch(
+        r"fedhdp: --out .* is not an empty folder; to go on with it: fedhdp run --resume .*\n", said.stderr
+    )
+    assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_that_another_process_writes_to_is_left_alone(tmp_path):
+    with pytest.raises(Interrupted):
+        run(tiny(), tmp_path / "run", lambda progress: False)
+    with results.RunFolder.open(tmp_path / "run"), pytest.raises(ValueError, match="written by another process"):
+        resume(tmp_path / "run", onwards)
+
+
+DAMAGE = {
+    "experiment.toml": b"rounds = ",
+    "fedhdp/checkpoint.npz": b"PK\x03\x04 half a file",
+    "fedhdp/history.csv": b"round,group,model,metric,value\n4,server,global\n8,server,global,accuracy,0.1\n",
+    "dp-fedavg/result.json": b'{"name": "DP-FedAvg"',
+    "run.json": b"{}",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_run_folder_is_refused_in_one_line_and_nothing_is_lost(name, tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        run(tiny(), folder, lambda progress: (progress.variant, progress.round) != ("FedHDP", 6))
+    (folder / name).write_bytes(DAMAGE[name])
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(DamagedRun, match=re.escape(name)) as error:
+        resume(folder, onwards)
+    assert "\n" not in str(error.value)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(DamagedRun, match="holds no run"):
+        resume(tmp_path, onwards)
+
+
+def test_a_half_written_file_is_never_read_as_a_whole_one(tmp_path, monkeypatch):
+    path = tmp_path / "value.json"
+    results.write_whole(path, b'"old"')
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("killed here")))
+    with pytest.raises(OSError, match="killed here"):
+        results.write_whole(path, b'"new"')
+    assert path.read_bytes() == b'"old"'
+
+
+BAD = {
+    "an unknown key": ("seed = 1", "sede = 1", r"unknown field sede = 1"),
+    "an unknown key in a group": ("weight = 0.1", "wieght = 0.1", r"unknown field mechanism\.groups\[1\]\.wieght = 0\.1"),
+    "a wrong type": ("epochs = 1", 'epochs = "many"', r"training\.epochs: .*\('many'\)"),
+    "a negative number": ("noise_multiplier = 0.0", "noise_multiplier = -1.0", r"noise_multiplier must be .*got -1\.0"),
+    "not a number": ("learning_rate = 0.1", "learning_rate = nan", r"learning_rate must be .*got nan"),
+    "a sampling rate above 1": ("sampling_rate = 0.3", "sampling_rate = 1.5", r"sampling_rate must be .*got 1\.5"),
+    "groups that do not add up": ("clients = 15", "clients = 14", r"add up to data\.clients, 20, got 19"),
+    "a dataset that does not exist": ('name = "handwriting"', 'name = "cats"', r"data\.name must be one of handwriting.*'cats'"),
+    "a model that does not exist": ('name = "mlp"', 'name = "llm"', r"model\.name must be one of mlp, cnn, linear, got 'llm'"),
+    "an algorithm that does not exist": ('"dp_fedavg"', '"dpfedavg"', r"algorithm must be one of fedhdp.*got 'dpfedavg'"),
+    "noise and epsilon both": ("epsilon = 8.0", "epsilon = 8.0\nnoise_multiplier = 1.0", "either a noise_multiplier or an epsilon"),
+    "neither noise nor epsilon": ("epsilon = 8.0", "", "either a noise_multiplier or an epsilon"),
+    "a group that does not exist": ('algorithm = "fedhdp"', 'algorithm = "fedhdp"\nweights = {nobody = 1.0}', "weights must be .*'nobody'"),
+    "a budget without a ledger": ("[data]", "[budgets.private]\nepsilon = 1.0\ndelta = 1e-4\n[data]", "budgets must be with a ledger"),
+    "no TOML": ("rounds = 12", "rounds = = 12", "is no TOML"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_one_line_that_names_the_field_and_the_value(what):
+    old, new, expected = BAD[what]
+    text = TINY.read_text()
+    assert old in text
+    with pytest.raises(ValueError, match=expected) as error:
+        from_toml(text.replace(old, new, 1), "bad.toml")
+    assert str(error.value).startswith("bad.toml")
+    assert "\n" not in str(error.value)
+
+
+def test_bad_input_at_the_command_line_exits_2_and_writes_nothing(tmp_path):
+    bad = tmp_path / "bad.toml"
+    bad.write_text(TINY.read_text().replace("sampling_rate = 0.3", "sampling_rate = 1.5", 1))
+    cases = {
+        ("run", bad, "--out", tmp_path / "run"): "sampling_rate must be between 0 and 1, got 1.5",
+        ("run", "nosuch", "--out", tmp_path / "run"): "there is no experiment 'nosuch'; there are quickstart, ",
+        ("run", tmp_path / "missing.toml", "--out", tmp_path / "run"): "missing.toml cannot be read: No such file",
+        ("run", TINY, "--rounds", -3, "--out", tmp_path / "run"): "rounds must be at least 1, got -3",
+        ("run", TINY, "--seed", -1, "--out", tmp_path / "run"): "seed must be at least 0",
+        ("run", "--resume", tmp_path): "holds no run",
+        ("run", "--resume", tmp_path, "--rounds", 5): "--resume goes on with what was begun",
+    }
+    for arguments, expected in cases.items():
+        said = command(*arguments)
+        assert said.returncode == 2, said
+        assert said.stdout == ""
+        assert said.stderr.startswith("fedhdp: ")
+        assert said.stderr.count("\n") == 1
+        assert expected in said.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.toml"]
+
+
+def test_json_prints_one_document_and_nothing_else_on_standard_output(tmp_path):
+    said = command("run", TINY, "--out", tmp_path / "run", "--rounds", 3, "--json", check=True)
+    document = json.loads(said.stdout)
+    assert set(document) >= {"experiment", "seconds", "variants"}
+    variant = document["variants"][1]
+    assert set(variant) >= {"name", "server_accuracy", "groups"}
+    needed = {"name", "clients", "global_accuracy", "personal_accuracy", "epsilon"}
+    assert all(set(group) >= needed for group in variant["groups"])
+    assert variant["groups"][0]["epsilon"] is None
+    assert variant["groups"][1]["epsilon"] > 0
+    assert "[2/2] FedHDP: round 3/3" in said.stderr  # plain lines where there is no terminal
+    assert "\x1b" not in said.stderr
+
+
+def test_the_table_goes_to_standard_output_and_tells_what_its_epsilons_rest_on(tmp_path):
+    said = command("run", TINY, "--out", tmp_path / "run", "--rounds", 3, check=True)
+    assert "FedHDP" in said.stdout
+    assert "ε private" in said.stdout
+    assert re.search(
+        r"delta 0\.0001, q 0\.3, z [\d.]+, 3 rounds, Poisson sampling, add or remove one client, RDP", said.stdout
+    )
+    assert "repeatable, and therefore not private" in said.stdout
+
+
+def test_list_and_version_answer():
+    listed = command("list", check=True).stdout
+    assert [line.split()[0] for line in listed.splitlines()] == list(EXPERIMENTS)
+    assert re.fullmatch(r"fedhdp \d+\.\d+\.\d+\n", command("--version", check=True).stdout)

@@ -1,0 +1,91 @@
+"""The shape of the project: imports point down, each dependency stands in its own place, the README runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "fedhdp"
+
+LEVELS = [  # each may import from those above it in this list, and nothing from those below or beside it
+    {"mechanism", "models", "population"},
+    {"span"},
+    {"accounting", "client", "datasets", "ledger", "metrics", "server", "theory"},
+    {"calibration", "engine", "outcome"},
+    {"algorithms", "plan", "results", "simulate"},
+    {"experiments"},
+    {"flower", "progress", "report"},
+    {"cli"},
+]
+LEVEL_OF = {name: number for number, names in enumerate(LEVELS) for name in names}
+
+
+def imports() -> list[tuple[str, str]]:
+    """Every (file, module it imports), also those inside functions, less what is for type checkers alone."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                node.body = []
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found += [(str(path.relative_to(PACKAGE)), alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                whole = node.module == "fedhdp"
+                names = [f"fedhdp.{alias.name}" for alias in node.names] if whole else [node.module]
+                found += [(str(path.relative_to(PACKAGE)), name) for name in names]
+    return found
+
+
+def part(file: str) -> str:
+    """The part of the package that a file belongs to."""
+    return Path(file).parts[0].removesuffix(".py")
+
+
+def test_imports_point_down_only():
+    wrong = []
+    for file, module in imports():
+        if not module.startswith("fedhdp.") or part(file) == "__init__":
+            continue
+        target = module.split(".")[1]
+        if target == part(file) or target == "__version__":
+            continue
+        if LEVEL_OF[target] >= LEVEL_OF[part(file)]:
+            wrong.append(f"{file} imports {module}")
+    assert not wrong
+
+
+def test_every_part_has_its_place_among_the_levels():
+    parts = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.name[0] not in "._"}
+    assert parts - {"py.typed"} <= set(LEVEL_OF)
+
+
+@pytest.mark.parametrize(
+    ("library", "places"),
+    [("dp_accounting", {"accounting"}), ("flwr", {"flower"}), ("matplotlib", {"report"}), ("sqlite3", {"ledger"})],
+)
+def test_a_library_is_imported_in_its_own_place_alone(library, places):
+    assert {part(file) for file, module in imports() if module.split(".")[0] == library} <= places
+
+
+@pytest.mark.parametrize(
+    "name", ["mechanism", "accounting", "calibration", "ledger", "theory", "outcome", "results", "metrics", "plan"]
+)
+def test_jax_is_nowhere_in_what_must_run_without_it(name):
+    assert not [file for file, module in imports() if part(file) == name and module.split(".")[0] == "jax"]
+
+
+def test_the_readmes_python_runs_as_it_stands(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    assert len([line for line in blocks[0].splitlines() if line.strip()]) <= 15
+    exec(
+        compile(blocks[0].replace("clients=2000", "clients=40").replace("rounds=100", "rounds=2"), "README.md", "exec"),
+        {},
+    )
+    assert "FedHDP" in capsys.readouterr().out

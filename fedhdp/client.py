@@ -73,45 +73,54 @@ def client_updates(
     key_C: Array,
     rates: tuple[Array, Array],
     held_in: Coordinates,
+    full: bool = False,
 ) -> tuple[Parameters, Parameters | None]:
-    """ClientUpdate: each client's update of the global model, and its personal model after the round."""
-    size = training.batch_size
-    order_CM = jax.vmap(shuffle, in_axes=(0, 0, None))(key_C, count_C, x_CM.shape[1])
+    """ClientUpdate: each client's update of the global model, and its personal model after the round.
+
+    ``full``: no client has any padding, so that batches are known beforehand; the results are the same.
+    """
+    capacity, size = x_CM.shape[1], training.batch_size
+    order_CM = jax.vmap(shuffle, in_axes=(0, 0, None))(key_C, count_C, capacity)
     x_CM = as_floats(jax.vmap(lambda x_M, order_M: x_M[order_M])(x_CM, order_CM))
     y_CM = jax.vmap(lambda y_M, order_M: y_M[order_M])(y_CM, order_CM)
 
-    def loss(held: Parameters, known: Parameters, y_M: Array, count: Array, first: Array, key: Array) -> Array:
-        """f(theta, B): the mean over the batch's real examples."""
-        y_B = jax.lax.dynamic_slice_in_dim(y_M, first, size)
-        real_B = first + jnp.arange(size) < count
-        loss_B = model.loss(held_in.predict(held, known, first, size, key), y_B)
-        return jnp.sum(jnp.where(real_B, loss_B, 0.0)) / jnp.maximum(jnp.sum(real_B), 1)
-
-    anchor = held_in.anchor(theta, x_CM.shape[1])
+    anchor = held_in.anchor(theta, capacity)
     held_C, known_C = jax.vmap(lambda x_M: held_in.enter(theta, None, x_M))(x_CM)
     own_C, own_known_C = None, None
     if personal_C is not None:
         own_C, own_known_C = jax.vmap(lambda own, x_M: held_in.enter(theta, own, x_M))(personal_C, x_CM)
 
-    # Every client walks the same batch numbers; one that has fewer batches rests, at rate 0, while the others go on.
-    most_batches = -(-jnp.max(count_C) // size)
-
-    def step(number: Array, models: tuple[Parameters, Parameters]) -> tuple[Parameters, Parameters]:
-        epoch, first = number // most_batches, number % most_batches * size
+    def step(
+        epoch: Array, first: Array, size: int, models: tuple[Parameters, Parameters]
+    ) -> tuple[Parameters, Parameters]:
+        """One batch B, the same numbers for every client; a client that has no such batch rests at rate 0."""
 
         def of_one(held, own, known, own_known, y_M, count, pull, key):
-            eta, eta_p = (jnp.where(first < count, rate, 0.0) for rate in rates)
-            batch = (y_M, count, first, jax.random.fold_in(jax.random.fold_in(key, epoch), first))
-            gradient = jax.grad(loss)(held, known, *batch)
-            held = jax.tree.map(lambda h, g: h - eta * g, held, gradient)
+            key = jax.random.fold_in(jax.random.fold_in(key, epoch), first)
+            y_B = jax.lax.dynamic_slice_in_dim(y_M, first, size)
+            real_B = jnp.ones(size, bool) if full else first + jnp.arange(size) < count
+            eta, eta_p = (rate if full else jnp.where(first < count, rate, 0.0) for rate in rates)
+
+            def f(held: Parameters, known: Parameters) -> Array:
+                loss_B = model.loss(held_in.predict(held, known, first, size, key), y_B)
+                return jnp.sum(jnp.where(real_B, loss_B, 0.0)) / jnp.maximum(jnp.sum(real_B), 1)
+
+            held = jax.tree.map(lambda h, g: h - eta * g, held, jax.grad(f)(held, known))
             if own is not None:
-                gradient = jax.grad(loss)(own, own_known, *batch)
+                gradient = jax.grad(f)(own, own_known)
                 own = jax.tree.map(lambda h, g, a: h - eta_p * (g + pull * (h - a)), own, gradient, anchor)
             return held, own
 
         return jax.vmap(of_one)(*models, known_C, own_known_C, y_CM, count_C, pull_C, key_C)
 
-    held_C, own_C = jax.lax.fori_loop(0, training.epochs * most_batches, step, (held_C, own_C))
+    def epoch(number: Array, models: tuple[Parameters, Parameters]) -> tuple[Parameters, Parameters]:
+        batches = capacity // size if full else -(-jnp.max(count_C) // size)
+        models = jax.lax.fori_loop(0, batches, lambda batch, models: step(number, batch * size, size, models), models)
+        if full and capacity % size:  # the last batch is a partial one, and is kept
+            models = step(number, batches * size, capacity % size, models)
+        return models
+
+    held_C, own_C = jax.lax.fori_loop(0, training.epochs, epoch, (held_C, own_C))
     trained_C = jax.vmap(lambda held, x_M: held_in.leave(held, theta, None, x_M))(held_C, x_CM)
     if personal_C is not None:
         own_C = jax.vmap(lambda held, own, x_M: held_in.leave(held, theta, own, x_M))(own_C, personal_C, x_CM)

@@ -56,7 +56,7 @@ class Engine:
         self.everywhere = NamedSharding(self.mesh, PartitionSpec())
         start, self.unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, jax.eval_shape(model.init, jax.random.key(0))))
         self.parameters = start.size
-        self.round = jax.jit(self._round, donate_argnums=(0, 2))
+        self.round = jax.jit(self._round, static_argnums=0, donate_argnums=(1, 3))
         self.scores = jax.jit(self._scores)
         self.personal_scores = jax.jit(self._personal_scores)
 
@@ -78,8 +78,8 @@ class Engine:
         at_home = [clients[clients % self.devices == device] for device in range(self.devices)]
         client_C = np.concatenate([np.pad(mine, (0, each - len(mine))) for mine in at_home]).astype(np.int32)
         came_C = np.concatenate([np.arange(each) < len(mine) for mine in at_home])
-        batch = self.training.batch_size
-        x_CM, y_CM = train.take(client_C, -(-int(train.count_K.max()) // batch) * batch)
+        most, batch = int(train.count_K.max()), self.training.batch_size
+        x_CM, y_CM = train.take(client_C, most if train.alike else -(-most // batch) * batch)
         count_C = np.where(came_C, train.count_K[client_C], 0).astype(np.int32)
         spare_C = len(group_K) + np.arange(slots)  # out of bounds, so that nothing is written
         row_C = np.where(came_C, client_C // self.devices, spare_C).astype(np.int32)
@@ -87,6 +87,7 @@ class Engine:
 
     def _round(
         self,
+        full: bool,
         state: ServerState,
         cohort: Cohort,
         personal_KP: Array | None,
@@ -98,7 +99,7 @@ class Engine:
         """One round of Algorithm 1."""
         by_client, everywhere = PartitionSpec(AXIS), PartitionSpec()
         spread = jax.shard_map(
-            self._on_device,
+            partial(self._on_device, full),
             mesh=self.mesh,
             in_specs=(everywhere, everywhere, everywhere, by_client, by_client, everywhere, everywhere),
             out_specs=(everywhere, by_client),
@@ -109,6 +110,7 @@ class Engine:
 
     def _on_device(
         self,
+        full: bool,
         theta_P: Array,
         clip: Array,
         terms: Terms,
@@ -139,6 +141,7 @@ class Engine:
                 jax.vmap(partial(jax.random.fold_in, key))(mine.client_C),
                 rates,
                 held_in,
+                full,
             )
             here = clip_and_sum(terms, clip, flatten(update_C), mine.group_C, mine.came_C)
             if personal_KP is not None:

@@ -21,6 +21,11 @@ class Examples(NamedTuple):
     start_K: np.ndarray
     count_K: np.ndarray
 
+    @property
+    def alike(self) -> bool:
+        """Whether all clients have the same number of examples."""
+        return bool((self.count_K == self.count_K[0]).all())
+
     def take(self, clients_C: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
         """The examples of these clients, each padded to the same capacity with zeros: nothing of a neighbour's."""
         place_M = np.arange(capacity)

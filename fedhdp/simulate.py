@@ -84,6 +84,7 @@ class Simulation:
         self.slots = max(self.slots, self.engine.slots(int(busiest)))  # a cohort is never cut short
         cohort = self.engine.gather(self.population, self.group_K, state.new_K, clients, self.slots)
         server_state, personal_KP = self.engine.round(
+            self.population.train.alike,
             state.server,
             jax.device_put(cohort, self.engine.by_client),
             state.personal_KP,

@@ -5,16 +5,20 @@ import re
 import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from fedhdp import accounting, cli
+from fedhdp import accounting
 from fedhdp.accounting import spends
 from fedhdp.experiments.spec import from_toml
 from fedhdp.ledger import Ledger
 from fedhdp.mechanism import Mechanism, PrivacyGroup
+
+with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # typer's, about names in click
+    from fedhdp import cli
 
 DOCS = Path(__file__).parent.parent / "docs" / "privacy.md"
 ROUNDS = ("--rounds", "500", "--delta", "1e-4")
@@ -29,7 +33,6 @@ def fedhdp(monkeypatch, capfdbinary):
         capfdbinary.readouterr()
         with pytest.raises(SystemExit) as left:
             cli.main()
-            raise SystemExit(0)
         sys.stdout.flush()
         out, err = capfdbinary.readouterr()
         return out.decode(), err.decode(), left.value.code or 0

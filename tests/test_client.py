@@ -167,3 +167,15 @@ def test_rates_decay_over_the_rounds():
 def test_training_that_cannot_be_meant_is_refused(field, value):
     with pytest.raises(ValueError, match=field):
         LocalTraining(**{field: value})
+
+
+@settings(max_examples=6, deadline=None)
+@given(count=st.integers(1, 13), batch=st.integers(1, 7), seed=st.integers(0, 99))
+def test_clients_without_padding_train_the_same_with_batches_known_beforehand(count, batch, seed):
+    model, training = mlp(20, 5, 3), LocalTraining(epochs=2, batch_size=batch, learning_rate=0.2)
+    theta, personal_C, x_CM, y_CM, *rest = clients(seed, model, [count] * 3, (20,), -(-count // batch) * batch, 3)
+    padded = client_updates(model, training, theta, personal_C, x_CM, y_CM, *rest, training.rates(0), in_span(model))
+    tight = (x_CM[:, :count], y_CM[:, :count], *rest)
+    known = client_updates(model, training, theta, personal_C, *tight, training.rates(0), in_span(model), full=True)
+    for one, other in zip(padded, known):
+        np.testing.assert_allclose(flatten(one), flatten(other), atol=1e-5)

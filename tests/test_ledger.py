@@ -397,7 +397,7 @@ def test_a_promise_is_not_bypassed_under_a_misspelt_name(path):
     with open_ledger(path) as ledger:
         for name in ("lax", "strict"):
             ledger.promise(name, 0.5, 1e-5)
-        with pytest.raises(LedgerError, match="group 'strict' was promised a budget .* while 'Strict' is new"):
+        with pytest.raises(LedgerError, match=r"group 'strict' was promised a budget .* while 'Strict' is new"):
             ledger.begin("run", misspelt)
         assert (ledger.runs(), list(ledger.clients("lax"))) == ((), [])
         ledger.promise("Strict", 0.5, 1e-5)  # said in so many words that they are others

@@ -17,6 +17,7 @@ from fedhdp.algorithms import dp_fedavg, fedhdp, hdp_fedavg, local_only, non_pri
 from fedhdp.client import LocalTraining
 from fedhdp.mechanism import Mechanism
 from fedhdp.models import mlp
+from fedhdp.population import Population
 from fedhdp.server import ServerStep
 from fedhdp.simulate import Simulation, simulate
 
@@ -49,6 +50,15 @@ MECHANISMS = {
 
 @pytest.mark.parametrize("mechanism", MECHANISMS.values(), ids=MECHANISMS.keys())
 def test_the_engine_agrees_with_algorithm_1_in_plain_loops(population, mechanism: Mechanism):
+    agree(population, mechanism)
+
+
+def test_the_engine_agrees_with_plain_loops_where_clients_are_alike():
+    agree(tiny_population([7] * 19), MECHANISMS["three levels, shared noise"])
+
+
+def agree(population: Population, mechanism: Mechanism) -> None:
+    """The engine and the reference come to the same models and clip."""
     simulation, state = final(population, mechanism, rounds=5)
     first = simulation.engine.unravel(simulation.start().server.theta_P)
     network = {"w1": first["first"]["w"], "b1": first["first"]["b"], "w2": first["rest"]["w"], "b2": first["rest"]["b"]}

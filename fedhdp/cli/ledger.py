@@ -120,10 +120,11 @@ def _print(answer: dict[str, Any]) -> None:
     out.print(groups)
     out.print("Budgets are kept by RDP; left: rounds of the group's last run that its budget still allows\n")
     for group in answer["groups"]:
-        parts = [
-            f"{one['rounds']} rounds at z {one['noise_multiplier']:.4g}, q {one['sampling_rate']:g} ({one['sampling']})"
-            for one in group["spent"]
-        ]
+        parts = []
+        for one in group["spent"]:
+            rounds = "1 round" if one["rounds"] == 1 else f"{one['rounds']:,} rounds"
+            at = f"z {one['noise_multiplier']:.4g}, q {one['sampling_rate']:g} ({one['sampling']})"
+            parts.append(f"{rounds} at {at}")
         rests = "; ".join([*parts, *filter(None, [group["adjacency"], group["note"]])]) or "nothing yet"
         out.print(f"{group['group']}: {rests}")
     runs = table(("run", "started"), ("rounds charged",))

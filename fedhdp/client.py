@@ -6,6 +6,7 @@ Axis letters: C clients, M examples of one client (padded), B examples of a batc
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +92,7 @@ def client_updates(
         own_C, own_known_C = jax.vmap(lambda own, x_M: held_in.enter(theta, own, x_M))(personal_C, x_CM)
 
     def step(
-        epoch: Array, first: Array, size: int, models: tuple[Parameters, Parameters]
+        epoch: Array, first: Any, size: int, models: tuple[Parameters, Parameters]
     ) -> tuple[Parameters, Parameters]:
         """One batch B, the same numbers for every client; a client that has no such batch rests at rate 0."""
 
@@ -114,11 +115,10 @@ def client_updates(
         return jax.vmap(of_one)(*models, known_C, own_known_C, y_CM, count_C, pull_C, key_C)
 
     def epoch(number: Array, models: tuple[Parameters, Parameters]) -> tuple[Parameters, Parameters]:
-        batches = capacity // size if full else -(-jnp.max(count_C) // size)
-        models = jax.lax.fori_loop(0, batches, lambda batch, models: step(number, batch * size, size, models), models)
-        if full and capacity % size:  # the last batch is a partial one, and is kept
-            models = step(number, batches * size, capacity % size, models)
-        return models
+        whole, rest = (capacity // size, capacity % size) if full else (-(-jnp.max(count_C) // size), 0)
+        if not full or whole:
+            models = jax.lax.fori_loop(0, whole, lambda batch, models: step(number, batch * size, size, models), models)
+        return step(number, whole * size, rest, models) if rest else models  # the last, partial batch is kept
 
     held_C, own_C = jax.lax.fori_loop(0, training.epochs, epoch, (held_C, own_C))
     trained_C = jax.vmap(lambda held, x_M: held_in.leave(held, theta, None, x_M))(held_C, x_CM)

@@ -57,6 +57,7 @@ class Engine:
         start, self.unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, jax.eval_shape(model.init, jax.random.key(0))))
         self.parameters = start.size
         self.round = jax.jit(self._round, static_argnums=0, donate_argnums=(1, 3))
+        self._room = jax.jit(jnp.zeros, static_argnums=0, out_shardings=self.by_client)
         self.scores = jax.jit(self._scores)
         self.personal_scores = jax.jit(self._personal_scores)
 
@@ -66,8 +67,7 @@ class Engine:
 
     def no_personal_models(self, clients: int) -> Array:
         """Room for every client's personal model, on the device where the client lives."""
-        shape = (-(-clients // self.devices) * self.devices, self.parameters)
-        return jax.jit(lambda: jnp.zeros(shape), out_shardings=self.by_client)()
+        return self._room((-(-clients // self.devices) * self.devices, self.parameters))
 
     def gather(
         self, population: Population, group_K: np.ndarray, new_K: np.ndarray, clients: np.ndarray, slots: int

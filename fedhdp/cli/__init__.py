@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
+import click
 import typer
 
 import fedhdp
@@ -32,10 +33,17 @@ app.add_typer(theory.app, name="theory")
 def main() -> None:
     """Run the command line; what a user did wrong is said in one line."""
     try:
-        app()
-    except (ValueError, OSError) as error:
-        print(f"fedhdp: {error}".replace("\n", " "), file=sys.stderr)
+        sys.exit(app(standalone_mode=False))
+    except click.exceptions.NoArgsIsHelpError:  # the help has been printed
         sys.exit(2)
+    except click.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        said = error.format_message()
+    except (ValueError, OSError) as error:
+        said = str(error)
+    print(f"fedhdp: {said}".replace("\n", " "), file=sys.stderr)
+    sys.exit(2)
 
 
 def _version(asked: bool) -> None:

@@ -28,9 +28,11 @@ class Payer:
         self.whole = simulation.mechanism  # with everybody in it
         self.took_part: dict[str, int] = {}  # rounds of the groups that were left out since
         if ledger is not None:
-            ledger.begin(run, self.whole, completed)
             for name, budget in experiment.budgets.items():
-                ledger.promise(name, budget.epsilon, budget.delta)
+                known = ledger.budget(name) if name in ledger.groups() else None
+                if known is None or (budget.epsilon <= known.epsilon and budget.delta <= known.delta):
+                    ledger.promise(name, budget.epsilon, budget.delta)  # what was promised is never loosened
+            ledger.begin(run, self.whole, completed)
 
     def pay(self, done: int) -> None:
         """Charge the next round, before anything of it can be seen; raise if nobody is left to go on with."""

@@ -103,9 +103,13 @@ class RunFolder:
         self._lock = open(path / LOCK, "w")  # noqa: SIM115 (kept open: closing it gives the lock up)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            self.id = read_value(path / RUN, RunName).id
+        except BlockingIOError as error:
+            self._lock.close()
             raise ValueError(f"{path} is being written by another process") from error
-        self.id = read_value(path / RUN, RunName).id
+        except DamagedRun:
+            self._lock.close()
+            raise
 
     def __enter__(self) -> RunFolder:
         return self

@@ -67,7 +67,12 @@ def test_every_part_has_its_place_among_the_levels():
 
 @pytest.mark.parametrize(
     ("library", "places"),
-    [("dp_accounting", {"accounting"}), ("flwr", {"flower"}), ("matplotlib", {"report"}), ("sqlite3", {"ledger"})],
+    [
+        ("dp_accounting", {"accounting"}),
+        ("flwr", {"flower"}),
+        ("matplotlib", {"report"}),
+        ("sqlite3", {"ledger", "datasets"}),
+    ],
 )
 def test_a_library_is_imported_in_its_own_place_alone(library, places):
     assert {part(file) for file, module in imports() if module.split(".")[0] == library} <= places

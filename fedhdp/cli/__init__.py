@@ -12,7 +12,7 @@ import click
 import typer
 
 import fedhdp
-from fedhdp.cli import account, ledger, plan, run, theory
+from fedhdp.cli import account, data, ledger, plan, run, theory
 
 app = typer.Typer(
     name="fedhdp",
@@ -26,6 +26,7 @@ app.command()(run.run)
 app.command(name="list")(run.list_experiments)
 app.command()(account.account)
 app.command()(plan.plan)
+app.add_typer(data.app, name="data")
 app.add_typer(ledger.app, name="ledger")
 app.add_typer(theory.app, name="theory")
 

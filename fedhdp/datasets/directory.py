@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 VARIABLE = "FEDHDP_DATA"
-_MNIST_MIRRORS = ("https://storage.googleapis.com/cvdf-datasets/mnist/", "https://ossci-datasets.s3.amazonaws.com/mnist/")
+_MNIST_MIRRORS = (
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+)
 
 
 class File(NamedTuple):

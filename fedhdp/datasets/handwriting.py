@@ -77,11 +77,12 @@ def handwriting(
     skewed_clients: int = 0,
     sizes: Sequence[int] | None = None,
     seed: int = 0,
+    test_sizes: Sequence[int] | None = None,
 ) -> Population:
     """A population whose clients hold handwriting: each its own, or each that of many writers in one class."""
-    _check(clients, samples, test_samples, server_test, split, classes, skewed_clients, sizes, seed)
+    _check(clients, samples, test_samples, server_test, split, classes, skewed_clients, sizes, test_sizes, seed)
     count_K = np.full(clients, samples) if sizes is None else np.asarray(sizes)
-    test_count_K = np.full(clients, test_samples)
+    test_count_K = np.full(clients, test_samples) if test_sizes is None else np.asarray(test_sizes)
     make = partial(
         client_examples, np.arange(clients), split=split, classes=classes, skewed_clients=skewed_clients, seed=seed
     )
@@ -235,7 +236,9 @@ def _compiled(function: Callable, keys: int, rows: int, *static: Any) -> Callabl
     return jax.jit(jax.vmap(lambda *args: function(*args, *static), in_axes=(None,) * keys + (0,) * rows))
 
 
-def _check(clients, samples, test_samples, server_test, split, classes, skewed_clients, sizes, seed) -> None:
+def _check(
+    clients, samples, test_samples, server_test, split, classes, skewed_clients, sizes, test_sizes, seed
+) -> None:
     """Say which argument cannot be meant."""
     if split not in get_args(Split):
         raise ValueError(f"split must be one of {', '.join(get_args(Split))}, not {split!r}")
@@ -253,10 +256,11 @@ def _check(clients, samples, test_samples, server_test, split, classes, skewed_c
         raise ValueError(f"skewed_clients must be at most clients ({clients}), not {skewed_clients}")
     if skewed_clients and split != "skewed":
         raise ValueError(f"skewed_clients is for the split 'skewed' only, but is {skewed_clients} with split {split!r}")
-    if sizes is not None:
-        if split != "by_writer":
-            raise ValueError(f"sizes is for the split 'by_writer' only, not {split!r}")
-        if len(sizes) != clients:
-            raise ValueError(f"sizes must have one entry for each of the {clients} clients, not {len(sizes)}")
-        if min(sizes) < 1:
-            raise ValueError(f"sizes must be at least 1, not {min(sizes)}")
+    for name, given, least in (("sizes", sizes, 1), ("test_sizes", test_sizes, 0)):
+        if given is not None:
+            if split != "by_writer":
+                raise ValueError(f"{name} is for the split 'by_writer' only, not {split!r}")
+            if len(given) != clients:
+                raise ValueError(f"{name} must have one entry for each of the {clients} clients, not {len(given)}")
+            if min(given) < least:
+                raise ValueError(f"{name} must be at least {least}, not {min(given)}")

@@ -18,7 +18,7 @@ import numpy as np
 
 from fedhdp.datasets import stored
 from fedhdp.datasets.femnist import CLASSES, PIXELS, SIDE, ink
-from fedhdp.datasets.splitting import nine_tenths
+from fedhdp.datasets.splitting import nine_tenths, tested
 from fedhdp.datasets.tff import Progress
 
 
@@ -47,17 +47,16 @@ def store_leaf(paths: dict[Path, str], progress: Progress, directory: Path | Non
     for path in sorted(paths):
         shards.setdefault(part_of(path), []).append(path)
     if set(shards) not in ({"train", "test"}, {"all"}):
-        first = min(paths)
-        raise ValueError(f"{first}: LEAF's shards must be train and test, or all of neither; these are {sorted(shards)}")
-    total, sums = len(paths) * 2, {path.name: sha256 for path, sha256 in paths.items()}
-    counts: dict[str, dict[str, int]] = {}
-    for part, those in shards.items():
-        counts[part] = {}
-        for path in those:
-            _count(path, counts[part])
-            progress("counting LEAF's shards", sum(map(len, counts.values())), total)
+        held = ", ".join(f"{len(those)} {part}" for part, those in sorted(shards.items()))
+        where = min(paths).parent
+        raise ValueError(f"{where}: shards of LEAF must be train and test, or all not split yet, but these are {held}")
+    counts: dict[str, dict[str, int]] = {part: {} for part in shards}
+    for done, path in enumerate(sorted(paths), start=1):
+        _count(path, counts[part_of(path)])
+        progress("counting the examples of LEAF's shards", done, len(paths))
+    sums = {f"{path.parent.name}/{path.name}": sha256 for path, sha256 in paths.items()}
     with stored.writing("femnist-leaf", sums, directory) as writer:
-        _store(shards, counts, writer, progress)
+        _store(sorted(paths), counts, writer, progress)
 
 
 def _shard(path: Path) -> _Shard:
@@ -89,3 +88,40 @@ def _images(path: Path, user: str, raw: msgspec.Raw, count: int) -> tuple[np.nda
         return ink(x_N), np.array(data.y, np.uint8)
     except (ValueError, msgspec.MsgspecError) as error:
         raise ValueError(f"{path}, client {user}: {error}") from error
+
+
+def _store(paths: list[Path], counts: dict[str, dict[str, int]], writer: stored.Writer, progress: Progress) -> None:
+    if "all" in counts:
+        test = {user: int(tested(count)) for user, count in counts["all"].items()}
+        sizes = {"train": {user: count - test[user] for user, count in counts["all"].items()}, "test": test}
+    else:
+        sizes = counts
+    users = sorted(user for user, count in sizes["train"].items() if count)
+    strangers = {user for user, count in sizes["test"].items() if count} - set(users)
+    if strangers:
+        raise ValueError(f"{paths[0].parent}: client {min(strangers)} has test examples but none to train")
+    arrays, start = {}, {}
+    for part, of in sizes.items():
+        count_K = np.array([of.get(user, 0) for user in users], np.int32)
+        writer.add(**{f"{part}_count": count_K})
+        arrays[part] = (
+            writer.empty(f"{part}_x", (int(count_K.sum()), SIDE, SIDE), np.uint8),
+            writer.empty(f"{part}_y", (int(count_K.sum()),), np.uint8),
+        )
+        start[part] = dict(zip(users, np.cumsum(count_K) - count_K))
+    writer.add(client_ids=np.array(users))
+    place = {user: number for number, user in enumerate(users)}
+    for done, path in enumerate(paths, start=1):
+        for user, raw in _shard(path).user_data.items():
+            if user not in place:
+                continue
+            part = part_of(path)
+            images = _images(path, user, raw, counts[part][user])
+            is_test_N = np.full(len(images[1]), part == "test")
+            if part == "all":
+                is_test_N = nine_tenths(np.zeros(len(images[1]), int), np.random.default_rng([0, place[user]]))
+            for name, those_N in (("train", ~is_test_N), ("test", is_test_N)):
+                first, size = start[name][user], int(those_N.sum())
+                for array, given in zip(arrays[name], images):
+                    array[first : first + size] = given[those_N]
+        progress("reading LEAF's shards", done, len(paths))

@@ -2,7 +2,7 @@
 
 ``one_digit`` and ``skewed`` are the paper's non-IID MNIST: each client holds samples of one digit, as many clients of
 each digit as its share of the images. With 2,000 clients of 30 samples that is all 60,000 train images, but for the few
-that a digit has over or lacks: no digit's count is a multiple of 30, so 56 images are held by two clients and 56 by
+that a digit has over or lacks: no digit's count is a multiple of 30, so 42 images are held by two clients and 42 by
 none. A client's own test data are ``test_samples`` of the test images of its digit, drawn anew for each client. The
 paper does not say how many; its variances across clients (0.13 where 94% are right) leave room for no fewer than about
 50, and 100 are the default. ``by_writer`` gives each client the images that one person wrote, nine tenths to train.
@@ -114,6 +114,19 @@ def shares(clients: int, counts: np.ndarray) -> np.ndarray:
     whole = np.floor(quotas).astype(int)
     whole[np.argsort(whole - quotas, kind="stable")[: clients - whole.sum()]] += 1
     return whole
+
+
+def is_idx(path: Path) -> bool:
+    """Whether a file, compressed by gzip or not, begins as an idx file of bytes does."""
+    with open(path, "rb") as file:
+        head = file.read(3)
+    if head[:2] == b"\x1f\x8b":
+        try:
+            with gzip.open(path) as packed:
+                head = packed.read(3)
+        except (EOFError, OSError, zlib.error) as error:
+            raise ValueError(f"{path} is damaged or ends too early: {error}") from error
+    return head == b"\0\0\x08"
 
 
 def content(path: Path) -> bytes:

@@ -10,13 +10,18 @@ import numpy as np
 from fedhdp.population import Examples, Population, examples
 
 
+def tested(count_K: np.ndarray | int) -> np.ndarray:
+    """How many of so many images are to test: a tenth, rounded up, but never the only one."""
+    return np.maximum(np.minimum(-(-np.asarray(count_K) // 10), np.asarray(count_K) - 1), 0)
+
+
 def nine_tenths(client_N: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Whether each image is a test image: a random tenth of each client's, rounded up, but never its only image."""
+    """Whether each image is a test image: a random tenth of each client's."""
     count_K = np.bincount(client_N)
     order_N = np.lexsort((rng.random(len(client_N)), client_N))
     place_N = np.arange(len(client_N)) - np.repeat(np.cumsum(count_K) - count_K, count_K)
     is_test_N = np.empty(len(client_N), bool)
-    is_test_N[order_N] = place_N < np.repeat(np.minimum(-(-count_K // 10), count_K - 1), count_K)
+    is_test_N[order_N] = place_N < np.repeat(tested(count_K), count_K)
     return is_test_N
 
 

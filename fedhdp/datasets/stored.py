@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from fedhdp.datasets.directory import SOURCES, data_directory
+from fedhdp.datasets.directory import SOURCES, VARIABLE, data_directory
 
 CONTENTS, VERSION = "contents.json", 1
 
@@ -111,6 +111,8 @@ def writing(name: str, files: Mapping[str, str], directory: Path | None = None) 
     directory = directory or data_directory()
     directory.mkdir(parents=True, exist_ok=True)
     part, old = directory / f".{name}.part", directory / f".{name}.old"
+    if (directory / name).exists() and not (directory / name / CONTENTS).exists():
+        raise ValueError(f"{directory / name} was not made by fedhdp and is in the way: move it, or set {VARIABLE}")
     with locked(directory):
         for left in (part, old):  # by an import that was killed
             shutil.rmtree(left, ignore_errors=True)

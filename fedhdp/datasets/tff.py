@@ -111,7 +111,9 @@ class _Part:
         self.flush()
         for client, end in self.end.items():
             if self.next[client] != end:
-                raise ValueError(f"client {client} has {end - self.next[client]} examples less than client_metadata says")
+                raise ValueError(
+                    f"client {client} has {end - self.next[client]} examples less than client_metadata says"
+                )
 
 
 def _store(connection: sqlite3.Connection, path: Path, writer: stored.Writer, progress: Progress) -> None:
@@ -167,7 +169,9 @@ def parse_example(message: bytes) -> tuple[bytes, int]:
     for wanted in (b"pixels", b"label"):
         if wanted not in feature:
             raise ValueError(f"no feature {wanted.decode()}")
-    pixels = b"".join(message[a:b] for part in _inside(message, *feature[b"pixels"], 2) for a, b in _inside(message, *part, 1))
+    pixels = b"".join(
+        message[a:b] for part in _inside(message, *feature[b"pixels"], 2) for a, b in _inside(message, *part, 1)
+    )
     labels = [at for part in _inside(message, *feature[b"label"], 3) for at in _inside(message, *part, 1)]
     label = _varint(message, labels[0][0])[0] if labels and labels[0][0] < labels[0][1] else -1
     if len(pixels) != 4 * PIXELS or not 0 <= label < CLASSES:

@@ -94,14 +94,50 @@ class Handwriting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     server_test: int = 10_000
     split: Literal["by_writer", "one_digit", "skewed"] = "one_digit"
     classes: Literal[10, 62] = 10
+    sizes: Literal["alike", "tff"] = "alike"  # tff: as many examples as the clients of TFF's federated EMNIST have
 
     def load(self, mechanism: Mechanism, seed: int) -> Population:
         """Make it; in the skewed split it is the first group who all hold one digit."""
         from fedhdp.datasets.handwriting import handwriting
+        from fedhdp.datasets.tff_sizes import tff_sizes
 
         skewed = mechanism.groups[0].clients if self.split == "skewed" else 0
-        sizes = (self.clients, self.samples, self.test_samples, self.server_test)
-        return handwriting(*sizes, split=self.split, classes=self.classes, skewed_clients=skewed, seed=seed)
+        numbers = (self.clients, self.samples, self.test_samples, self.server_test)
+        train_K, test_K = (None, None)
+        if self.sizes == "tff":
+            train_K, test_K = (size_K[: self.clients].tolist() for size_K in tff_sizes(self.classes, seed))
+        given = {"split": self.split, "classes": self.classes, "skewed_clients": skewed, "seed": seed}
+        return handwriting(*numbers, **given, sizes=train_K, test_sizes=test_K)
+
+
+class Mnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="mnist"):
+    """MNIST from the data directory: one digit for each client, or the images of one writer."""
+
+    clients: int
+    samples: int = 30
+    test_samples: int = 100
+    split: Literal["by_writer", "one_digit", "skewed"] = "one_digit"
+
+    def load(self, mechanism: Mechanism, seed: int) -> Population:
+        """Read it; in the skewed split it is the first group who all hold a 7."""
+        from fedhdp.datasets.mnist import mnist
+
+        skewed = mechanism.groups[0].clients if self.split == "skewed" else 0
+        return mnist(self.split, self.clients, skewed, self.samples, self.test_samples, seed)
+
+
+class Femnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="femnist"):
+    """Digits and letters by writer from the data directory; TFF's with 10 classes are the paper's FMNIST."""
+
+    clients: int
+    origin: Literal["tff", "leaf", "330"] = "tff"
+    classes: Literal[10, 62] = 62
+
+    def load(self, mechanism: Mechanism, seed: int) -> Population:
+        """Read it."""
+        from fedhdp.datasets.femnist import femnist
+
+        return femnist(self.origin, self.classes, self.clients, seed)
 
 
 class Mlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="mlp"):
@@ -134,9 +170,9 @@ class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
         return linear(inputs, classes)
 
 
-Data = Handwriting
+Data = Handwriting | Mnist | Femnist
 ModelChoice = Mlp | Cnn | Linear
-NAMES: dict[str, tuple[str, ...]] = {"data": ("handwriting",), "model": ("mlp", "cnn", "linear")}
+NAMES: dict[str, tuple[str, ...]] = {"data": ("handwriting", "mnist", "femnist"), "model": ("mlp", "cnn", "linear")}
 
 
 class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,6 +11,10 @@ Groups are names for ranges of clients. One file holds a name to one range, and 
 client has spent is what its group has. A budget can be promised to a name before its first run; it has no clients until
 then (0 in the file). Restoring an old copy of the file forgets charges: ``begin`` refuses to resume a
 run that has completed more rounds than its ledger knows.
+
+In a deployment clients come and go, and a range cannot say who they are. There each client registers by an identity of
+its own, once and for good: the first group it chose is the one it is held to, in all runs of the file. A group may then
+grow from run to run; a newcomer inherits what its group has spent, which is never less than its own.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ Spend = tuple[float, float, str, int]  # noise multiplier, sampling rate, sample
 Fits = Callable[[Iterable[Spend], float, float], bool]  # do these stay within (epsilon, delta)?
 
 APPLICATION = 0x66686470  # "fhdp"
-VERSION = 1
+VERSION = 2  # 2: registrations
 SCHEMA = """
 CREATE TABLE groups (
   name TEXT PRIMARY KEY, first INTEGER NOT NULL, clients INTEGER NOT NULL, epsilon REAL, delta REAL);
@@ -42,6 +46,9 @@ CREATE TABLE charges (
   sampling_rate REAL NOT NULL, sampling TEXT NOT NULL, rounds INTEGER NOT NULL, latest TEXT NOT NULL,
   PRIMARY KEY (run, "group", noise_multiplier, sampling_rate, sampling));
 CREATE INDEX charges_of_group ON charges ("group");
+"""
+REGISTRATIONS = """
+CREATE TABLE registrations (client TEXT PRIMARY KEY, "group" TEXT NOT NULL REFERENCES groups, at TEXT NOT NULL)
 """
 
 
@@ -108,14 +115,23 @@ class Ledger:
         """Close the file."""
         self._db.close()
 
-    def begin(self, run: str, mechanism: Mechanism, completed: int = 0) -> None:
-        """Open a run, or resume it: the same mechanism, and a ledger that has charged the rounds already completed."""
+    def begin(
+        self, run: str, mechanism: Mechanism, completed: int = 0, members: Mapping[str, str] | None = None
+    ) -> None:
+        """Open a run, or resume it: the same mechanism, and a ledger that has charged the rounds already completed.
+
+        ``members`` names the registered clients of the run, each with its group, where a deployment has such.
+        """
         require(run != "", "run", run, "a name")
         text = msgspec.json.encode(mechanism).decode()
         with self._transaction():
             self._refuse_to_bypass_a_promise(mechanism)
-            for name, first, clients in _ranges(mechanism):
-                self._admit(name, first, clients)
+            self._refuse_to_mix(registering=members is not None)
+            if members is None:
+                for name, first, clients in _ranges(mechanism):
+                    self._admit(name, first, clients)
+            else:
+                self._admit_members(mechanism, members)
             known = self._db.execute("SELECT mechanism, charged FROM runs WHERE name = ?", (run,)).fetchone()
             if known is None:
                 self._db.execute("INSERT INTO runs VALUES (?, ?, ?, 0)", (run, _now(), text))
@@ -164,10 +180,29 @@ class Ledger:
                 )
             self._db.execute("UPDATE groups SET epsilon = ?, delta = ? WHERE name = ?", (epsilon, delta, group))
 
+    def register(self, client: str, group: str) -> str:
+        """Hold a client to the group it chose, durably; what it is held to is the first group that it ever chose."""
+        require(client != "", "client", client, "an identity")
+        require(group != "", "group", group, "a name")
+        with self._transaction():
+            self._refuse_to_mix(registering=True)
+            held = self.registered().get(client)
+            if held is None:
+                self._db.execute("INSERT OR IGNORE INTO groups VALUES (?, 0, 0, NULL, NULL)", (group,))
+                self._db.execute("INSERT INTO registrations VALUES (?, ?, ?)", (client, group, _now()))
+            return held or group
+
+    def registered(self) -> dict[str, str]:
+        """Every client that ever registered with the group that it is held to, the oldest first."""
+        with self._in_words():
+            if self._recognise() < 2:  # read only, and nobody has registered in such a file
+                return {}
+            return dict(self._db.execute('SELECT client, "group" FROM registrations ORDER BY rowid'))
+
     def groups(self) -> tuple[str, ...]:
         """The groups that were ever in a run, in the order of their clients, and then those with a promise alone."""
         with self._in_words():
-            return tuple(name for (name,) in self._db.execute("SELECT name FROM groups ORDER BY clients = 0, first"))
+            return tuple(name for (name,) in self._db.execute("SELECT name FROM groups ORDER BY clients = 0, first, rowid"))
 
     def clients(self, group: str) -> range:
         """Which clients a group has: none before its first run."""
@@ -233,9 +268,32 @@ class Ledger:
             (name, first, clients),
         )
 
+    def _refuse_to_mix(self, registering: bool) -> None:
+        """A file either holds ranges of clients to their groups or registered ones: neither can vouch for the other."""
+        held = set(self.registered().values())
+        if registering and any(self.clients(name) and name not in held for name in self.groups()):
+            raise LedgerError(f"{self.path}: its clients are numbered, so none can register; take another file")
+        if held and not registering:
+            raise LedgerError(f"{self.path}: its clients have registered, so a run must name its members")
+
+    def _admit_members(self, mechanism: Mechanism, members: Mapping[str, str]) -> None:
+        """Let a run have these clients, if each is held to the group that the run has it in."""
+        held = self.registered()
+        for client, name in members.items():
+            if held.get(client) != name:
+                raise LedgerError(f"{self.path}: client {client!r} is held to {held.get(client)!r}, not to {name!r}")
+        for group in mechanism.groups:
+            count = sum(name == group.name for name in members.values())
+            require(count == group.clients, f"clients of {group.name!r}", group.clients, f"its {count} members")
+        first, names = 0, [name for (name,) in self._db.execute("SELECT name FROM groups ORDER BY rowid")]
+        for name in names:
+            count = sum(name == group for group in held.values())
+            self._db.execute("UPDATE groups SET first = ?, clients = ? WHERE name = ?", (first, count, name))
+            first += count
+
     def _refuse_to_bypass_a_promise(self, mechanism: Mechanism) -> None:
         """A promise that waits for its group is not passed by under a new name, such as a misspelt one."""
-        waiting = [name for name in self.groups() if not self.clients(name)]
+        waiting = [name for name in self.groups() if not self.clients(name) and self.budget(name) is not None]
         absent = sorted(set(waiting) - {group.name for group in mechanism.groups})
         new = [g.name for g in mechanism.groups if not g.opted_out and g.name not in self.groups()]
         if absent and new:
@@ -257,9 +315,10 @@ class Ledger:
         return version
 
     def _prepare(self) -> None:
-        """Make the tables in a new file; inside the transaction, since another process may have made them by now."""
-        if self._recognise() == 0:
-            for statement in SCHEMA.split(";"):
+        """Make the tables that are not there yet; inside the transaction, since another process may have made them by now."""
+        version = self._recognise()
+        if version < VERSION:
+            for statement in (*(SCHEMA.split(";") if version == 0 else ()), REGISTRATIONS):
                 self._db.execute(statement)
             self._db.execute(f"PRAGMA user_version = {VERSION}")
             self._db.execute(f"PRAGMA application_id = {APPLICATION}")

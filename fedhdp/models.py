@@ -116,8 +116,8 @@ def cnn(
     def apply(parameters: Parameters, x_N: Array, key: Array | None) -> Array:
         keys = (None, None) if key is None else jax.random.split(key)
         image = x_N.reshape(-1, side, side, 1)
-        image = _halve(jax.nn.relu(_convolve(parameters["conv1"], image, kernel)))
-        image = _halve(jax.nn.relu(_convolve(parameters["conv2"], image, kernel)))
+        image = _convolve_and_halve(parameters["conv1"], image, kernel)
+        image = _convolve_and_halve(parameters["conv2"], image, kernel)
         h = _dropout(image.reshape(image.shape[0], -1), 0.25, keys[0])
         h = jax.nn.relu(h @ parameters["dense1"]["w"] + parameters["dense1"]["b"])
         h = _dropout(h, 0.5, keys[1])
@@ -126,20 +126,23 @@ def cnn(
     return Model(init, apply)
 
 
-def _convolve(layer: Parameters, image: Array, kernel: int) -> Array:
-    """A convolution that keeps the size, as patches times a matrix: with a weight for each client this is far faster."""
-    _, high, wide, _ = image.shape
+def _convolve_and_halve(layer: Parameters, image: Array, kernel: int) -> Array:
+    """A convolution that keeps the size, rectified units, and the largest of each two by two, as one matrix product.
+
+    With a weight for each client a product is far faster than a grouped convolution. Four neighbouring outputs see a
+    window of (kernel + 1)² inputs, so a row of the product is such a window and gives all four: less than half of what
+    a row for each output would have to write and read.
+    """
+    _, high, wide, inputs = image.shape
     before = (kernel - 1) // 2
     margin = (before, kernel - 1 - before)
     padded = jnp.pad(image, ((0, 0), margin, margin, (0, 0)))
-    shifted = [padded[:, i : i + high, j : j + wide] for i in range(kernel) for j in range(kernel)]
-    return jnp.concatenate(shifted, axis=-1) @ layer["w"] + layer["b"]
-
-
-def _halve(image: Array) -> Array:
-    """The largest of each two by two pixels."""
-    n, high, wide, c = image.shape
-    return image.reshape(n, high // 2, 2, wide // 2, 2, c).max(axis=(2, 4))
+    window = range(kernel + 1)
+    seen = jnp.concatenate([padded[:, i : i + high : 2, j : j + wide : 2] for i in window for j in window], axis=-1)
+    weight = layer["w"].reshape(kernel, kernel, inputs, -1)
+    corners = [jnp.pad(weight, ((p, 1 - p), (q, 1 - q), (0, 0), (0, 0))) for p in (0, 1) for q in (0, 1)]
+    four = seen @ jnp.stack(corners, axis=3).reshape(seen.shape[-1], -1)
+    return jax.nn.relu(four.reshape(*four.shape[:3], 4, -1).max(axis=3) + layer["b"])
 
 
 def _dropout(h: Array, rate: float, key: Array | None) -> Array:

@@ -57,11 +57,19 @@ class ProgressDisplay:
         if progress.variant not in self.tasks:
             task = self.bars.add_task(progress.variant, total=progress.rounds, rate="", note="")
             self.tasks[progress.variant] = task
-            self.begun, self.first_round = time.monotonic(), progress.round  # the first round compiles: not counted
+            self.first_round = 0
+        if not self.first_round:  # the first round compiles: it is not counted
+            self.begun, self.first_round = time.monotonic(), progress.round
         rate = (progress.round - self.first_round) / max(time.monotonic() - self.begun, 1e-9)
-        speed = f"{rate:.1f} rounds/s" if progress.round > self.first_round else ""
+        speed = (
+            f"{rate:.1f} rounds/s" if progress.round > self.first_round else "preparing" if not progress.round else ""
+        )
         self.bars.update(self.tasks[progress.variant], completed=progress.round, rate=speed, note=_note(progress))
-        if not self.live and (time.monotonic() - self.said > PLAIN_SECONDS or progress.round == progress.rounds):
+        if (
+            not self.live
+            and progress.round
+            and (time.monotonic() - self.said > PLAIN_SECONDS or progress.round == progress.rounds)
+        ):
             self.said = time.monotonic()
             left = f"{(progress.rounds - progress.round) / rate:.0f} s left" if rate > 0 else ""
             place = (

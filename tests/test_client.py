@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhdp.client import LocalTraining, client_updates, coordinates, flatten, shuffle
-from fedhdp.models import Model, cnn, cross_entropy, dense_first, linear, mlp, squared_error
+from fedhdp.models import (
+    Model,
+    _convolve_and_halve,
+    cnn,
+    cross_entropy,
+    dense,
+    dense_first,
+    linear,
+    mlp,
+    squared_error,
+)
 from fedhdp.span import direct, in_span
 
 
@@ -124,14 +134,14 @@ def test_the_cnn_is_the_papers_network():
 
 
 @pytest.mark.parametrize("kernel", [2, 3, 5])
-def test_patches_times_a_matrix_are_a_convolution(kernel):
-    from fedhdp.models import _convolve, dense
-
+def test_windows_times_a_matrix_are_a_convolution_its_units_and_its_pooling(kernel):
     layer = dense(jax.random.key(0), kernel * kernel * 3, 4)
-    image = np.random.default_rng(0).random((2, 6, 6, 3), np.float32)
+    layer["b"] = jnp.arange(4.0) / 10 - 0.2
+    image = np.random.default_rng(0).random((2, 6, 8, 3), np.float32)
     weights = layer["w"].reshape(kernel, kernel, 3, 4)
     expected = jax.lax.conv_general_dilated(image, weights, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    np.testing.assert_allclose(_convolve(layer, image, kernel), expected, atol=1e-5)
+    expected = jax.nn.relu(expected + layer["b"]).reshape(2, 3, 2, 4, 2, 4).max(axis=(2, 4))
+    np.testing.assert_allclose(_convolve_and_halve(layer, image, kernel), expected, atol=1e-5)
 
 
 def test_a_model_of_your_own_trains_from_plain_jax():

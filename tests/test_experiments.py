@@ -166,7 +166,7 @@ def test_a_watcher_that_says_no_interrupts_and_the_run_goes_on_from_there(whole,
         run(tiny(checkpoint_seconds=1e9), folder, lambda progress: progress.round < 7)
     seen = []
     resume(folder, lambda progress: seen.append(progress) or True)
-    assert (seen[0].variant, seen[0].round) == ("DP-FedAvg", 8)
+    assert [(p.variant, p.round) for p in seen[:3]] == [("DP-FedAvg", 0), ("DP-FedAvg", 0), ("DP-FedAvg", 8)]
     same_run(whole, folder)
 
 
@@ -184,8 +184,9 @@ def test_every_round_is_charged_before_it_is_played_and_resuming_charges_what_is
     charged = []
 
     def watch(progress: Progress) -> bool:
-        with Ledger(path, fits, read_only=True) as ledger:
-            charged.append((progress.round, ledger.runs()[0].charged))
+        if progress.round > 0:
+            with Ledger(path, fits, read_only=True) as ledger:
+                charged.append((progress.round, ledger.runs()[0].charged))
         return progress.round != 5
 
     with pytest.raises(Interrupted):
@@ -204,7 +205,7 @@ def test_a_budget_stops_a_run_before_the_round_that_would_pass_it_and_its_result
     budget = LifetimeBudget(5.0, 1e-4)
     experiment = tiny(ledger=str(path), budgets={"private": budget}, variants=tiny().variants[1:])
     left = []
-    summary = run(experiment, tmp_path / "run", lambda progress: left.append(progress.left["private"]) or True)
+    summary = run(experiment, tmp_path / "run", lambda progress: left.append(progress.left.get("private")) or True)
     variant = summary.variants[0]
     assert 0 < variant.rounds < 12
     assert "would pass the budget of 'private', epsilon 5" in variant.stopped

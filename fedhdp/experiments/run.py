@@ -66,6 +66,7 @@ def _run(experiment: Experiment, mechanism: Mechanism, folder: RunFolder, watch:
     parts = [folder.variant(variant.name) for variant in experiment.variants]
     finished = [part.result() for part in parts]
     if None in finished:
+        _announce(experiment, finished.index(None), watch)
         population = experiment.data.load(mechanism, experiment.seed)
         model = experiment.model.build(
             int(population.server_x_N[0].size), population.classes
@@ -105,6 +106,7 @@ def _run_variant(
     watch: Watch,
 ) -> VariantResult:
     variant, begun = experiment.variants[index], time.monotonic()
+    _announce(experiment, index, watch)
     checkpoint = part.checkpoint()
     state = simulation.start() if checkpoint is None else simulation.unpack(checkpoint)
     seconds_before = 0.0 if checkpoint is None else float(checkpoint["seconds"])
@@ -146,6 +148,15 @@ def _run_variant(
     result = fill_in(result, history)
     part.finish(simulation.parameters(state), result)
     return result
+
+
+def _announce(experiment: Experiment, index: int, watch: Watch) -> None:
+    """Show that a variant is about to start: making data and compiling take their seconds."""
+    watch(
+        Progress(
+            experiment.variants[index].name, index + 1, len(experiment.variants), 0, experiment.rounds, None, {}, {}
+        )
+    )
 
 
 def _latest(history: list[Row]) -> float | None:

@@ -103,11 +103,10 @@ class Handwriting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 
         skewed = mechanism.groups[0].clients if self.split == "skewed" else 0
         numbers = (self.clients, self.samples, self.test_samples, self.server_test)
-        train_K, test_K = (None, None)
+        sizes, test_sizes = None, None
         if self.sizes == "tff":
-            train_K, test_K = (size_K[: self.clients].tolist() for size_K in tff_sizes(self.classes, seed))
-        given = {"split": self.split, "classes": self.classes, "skewed_clients": skewed, "seed": seed}
-        return handwriting(*numbers, **given, sizes=train_K, test_sizes=test_K)
+            sizes, test_sizes = (size_K[: self.clients].tolist() for size_K in tff_sizes(self.classes, seed))
+        return handwriting(*numbers, self.split, self.classes, skewed, sizes, seed, test_sizes)
 
 
 class Mnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="mnist"):
@@ -182,6 +181,8 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     algorithm: str = "fedhdp"
     weights: dict[str, float] = {}
     pulls: dict[str, float] = {}
+    noise: Literal["shared", "per_group"] | None = None  # None: the mechanism's
+    sampling: Literal["poisson", "fixed"] | None = None  # None: the mechanism's
 
     def __post_init__(self) -> None:
         known = ", ".join(ALGORITHMS)
@@ -201,7 +202,8 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
             for group in chosen.groups
         )
-        return ALGORITHMS[self.algorithm](msgspec.structs.replace(chosen, groups=groups))
+        noise, sampling = self.noise or chosen.noise, self.sampling or chosen.sampling
+        return ALGORITHMS[self.algorithm](Mechanism(groups, chosen.clip, noise, sampling))
 
 
 class LifetimeBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,0 +1,1 @@
+"""FedHDP deployed on Flower: the same mechanism, the same server.py and client.py, over messages between machines."""

@@ -1,0 +1,104 @@
+"""Who takes part: every node is asked which level its owner chose, and what it said first holds.
+
+A node that does not say gets the strictest level. The choice is kept in the ledger before anything is trained. A client
+that later asks for something looser stays where it is; one that asks for something stricter is not sent anything any
+more, because what it has spent cannot be unspent. An identity of the client's own ties it to its past over restarts;
+a client that gives none is known by its node.
+"""
+
+from __future__ import annotations
+
+import time
+from logging import INFO, WARNING
+
+from flwr.app import Message
+from flwr.common.constant import ErrorCode
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+
+from fedhdp.flower.deployment import Deployment
+from fedhdp.flower.exchange import push
+from fedhdp.flower.messages import Offer, ask_choice, read_choice
+from fedhdp.ledger import Ledger
+
+
+class Registry:
+    """The clients of a run, with the level that each is held to, and the nodes where they can be reached."""
+
+    def __init__(self, deployment: Deployment, ledger: Ledger, run: str, members: dict[str, str] | None = None):
+        self.deployment, self.ledger = deployment, ledger
+        self.members = dict(members or {})  # client -> level, in the order of joining
+        self.withdrawn: set[str] = set()  # asked for something stricter since
+        self.node_of: dict[str, int] = {}
+        self._pending: dict[str, tuple[int, float]] = {}  # message -> node, and until when it may answer
+        self._known: set[int] = set()  # nodes that were asked
+        groups = deployment.mechanism(dict.fromkeys(deployment.levels, 1)).groups
+        noise, rates = [group.noise_multiplier for group in groups], [group.sampling_rate for group in groups]
+        self._offer = Offer(run, [group.name for group in groups], noise, rates)
+
+    def listen(self, grid: Grid) -> None:
+        """Ask the nodes that are new and take in those that have answered; this does not wait."""
+        connected = set(grid.get_node_ids())
+        self.node_of = {client: node for client, node in self.node_of.items() if node in connected}
+        self._known &= connected
+        new = sorted(connected - self._known)
+        if new:
+            seconds = self.deployment.gather_seconds
+            asked = push(grid, {str(node): ask_choice(node, self._offer, seconds) for node in new})
+            until = time.monotonic() + seconds
+            self._pending |= {message: (int(node), until) for message, node in asked.items()}
+            self._known |= {int(node) for node in asked.values()}
+        self._settle(grid)
+
+    def wait_for_enough(self, grid: Grid, look_every: float = 0.1) -> None:
+        """Wait until enough clients are reachable and all that were asked have answered or had their time."""
+        enough, said = self.deployment.least_clients, -1
+        while True:
+            self.listen(grid)
+            if len(self.node_of) >= enough and not self._pending:
+                return
+            if len(self.node_of) != said:
+                said = len(self.node_of)
+                log(INFO, "%d clients have registered, %d are waited for", said, enough)
+            time.sleep(look_every)
+
+    def reachable(self, client: str) -> int | None:
+        """The node of a client that can be sent a round."""
+        return None if client in self.withdrawn else self.node_of.get(client)
+
+    def _settle(self, grid: Grid) -> None:
+        if not self._pending:
+            return
+        answers = {reply.metadata.reply_to_message_id: reply for reply in grid.pull_messages(sorted(self._pending))}
+        for message, (node, until) in sorted(self._pending.items(), key=lambda item: item[1]):
+            reply = answers.get(message)
+            if reply is None and time.monotonic() < until:
+                continue
+            del self._pending[message]
+            if reply is not None and reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE:
+                self._known.discard(node)  # it is gone; should it come back it is asked again
+            else:
+                self._register(node, reply)
+
+    def _register(self, node: int, reply: Message | None) -> None:
+        said = read_choice(reply)
+        client, offered = said.client or f"node {node}", self.deployment.levels
+        if self.node_of.get(client, node) != node:
+            log(WARNING, "node %d says that it is client %s, which is connected as another: not let in", node, client)
+            self._known.discard(node)  # the other may only be slow to go: ask again
+            return
+        level = said.level if said.level in offered else self.deployment.strictest
+        if said.level not in offered:
+            log(WARNING, "client %s chose %r, which is no level on offer: %s", client, said.level, level)
+        held = self.ledger.register(client, level)
+        if held not in offered:
+            log(WARNING, "client %s is held to level %r, which is not on offer: not let in", client, held)
+            return
+        self.node_of[client] = node
+        self.members.setdefault(client, held)
+        self.withdrawn.discard(client)
+        if self.deployment.stricter(level, than=held):
+            self.withdrawn.add(client)
+            log(WARNING, "client %s wants %s now and has been in %s: it is sent nothing more", client, level, held)
+        elif level != held:
+            log(WARNING, "client %s wants %s now and stays in %s: a level is never loosened", client, level, held)

@@ -1,0 +1,116 @@
+"""What a deployment's rounds cost each group: charged in the ledger before anything is sent.
+
+Clients join while a run goes on, and a group whose budget is spent may be left out, so a run has one mechanism after
+another. Each is a run of its own in the ledger, and a group's epsilon is that of all of them composed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+import msgspec
+
+from fedhdp.accounting import Spend, compose, quote, spend, spends
+from fedhdp.experiments.paying import BudgetSpent
+from fedhdp.flower.deployment import Deployment
+from fedhdp.ledger import BudgetError, Ledger
+from fedhdp.mechanism import Mechanism
+from fedhdp.outcome import GroupResult
+
+replace = msgspec.structs.replace
+
+
+class Stretch(msgspec.Struct):
+    """Rounds that were run under one mechanism."""
+
+    mechanism: Mechanism
+    rounds: int = 0
+
+
+class Purse:
+    """Pays for a run's rounds."""
+
+    def __init__(self, deployment: Deployment, ledger: Ledger, run: str, stretches: list[Stretch], left_out: set[str]):
+        self.deployment, self.ledger, self.run = deployment, ledger, run
+        self.stretches, self.left_out = stretches, left_out
+        self._members: dict[str, str] = {}
+        for name, budget in deployment.budgets.items():
+            known = ledger.budget(name) if name in ledger.groups() else None
+            if known is None or (budget.epsilon <= known.epsilon and budget.delta <= known.delta):
+                ledger.promise(name, budget.epsilon, budget.delta)  # what was promised is never loosened
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """The mechanism of the rounds that come."""
+        return self.stretches[-1].mechanism
+
+    def admit(self, members: Mapping[str, str]) -> None:
+        """Let the coming rounds be with these clients."""
+        if dict(members) != self._members:
+            self._members = dict(members)
+            self._turn()
+
+    def _turn(self) -> None:
+        """Begin with the mechanism that is due, or go on with it; the ledger must know what was completed."""
+        counts = Counter(self._members.values())
+        due = self.deployment.mechanism(counts)
+        groups = (replace(g, sampling_rate=0.0) if g.name in self.left_out else g for g in due.groups)
+        due = replace(due, groups=tuple(groups))
+        if not self.stretches or self.mechanism != due:
+            self.stretches.append(Stretch(due))
+        self.ledger.begin(self._name, due, self.stretches[-1].rounds, self._members)
+
+    @property
+    def _name(self) -> str:
+        return f"{self.run}/{len(self.stretches)}"
+
+    def pay(self) -> None:
+        """Charge the next round to every group, durably, or raise when nobody is left to go on with."""
+        while True:
+            try:
+                return self.ledger.charge(self._name, spends(self.mechanism))
+            except BudgetError as error:
+                if self.deployment.when_spent == "stop":
+                    raise BudgetSpent(str(error)) from error
+                self.left_out |= set(error.groups)
+                if self.left_out >= {group.name for group in self.mechanism.groups}:
+                    raise BudgetSpent(f"{error}; nobody is left") from error
+                self._turn()
+
+    def completed(self) -> None:
+        """Count a round that was paid for and is done."""
+        self.stretches[-1].rounds += 1
+
+    def spent(self, level: str) -> list[Spend]:
+        """What this run has cost a group so far."""
+        groups = ((s, group) for s in self.stretches for group in s.mechanism.groups if group.name == level and s.rounds)
+        return [spend(stretch.mechanism, group, stretch.rounds) for stretch, group in groups]
+
+    def epsilon(self) -> dict[str, float]:
+        """Each group's epsilon, over all runs that the ledger knows: infinity for those who opted out."""
+        return {
+            group.name: math.inf
+            if group.opted_out
+            else compose(self.ledger.spent(group.name), self.deployment.delta_of(group.name))
+            for group in self.mechanism.groups
+        }
+
+    def priced(self) -> list[GroupResult]:
+        """Every group with what this run has cost it, by both accountants."""
+        made = []
+        for group in self.mechanism.groups:
+            spent, delta = self.spent(group.name), self.deployment.delta_of(group.name)
+            fields = (group.noise_multiplier, group.sampling_rate, group.weight, group.pull)
+            rounds = sum(paid.rounds for paid in spent if paid.sampling_rate > 0)
+            result = GroupResult(group.name, group.clients, group.opted_out, *fields, rounds=rounds)
+            if not group.opted_out:
+                result.delta = delta
+                result.epsilon, result.epsilon_pld = (compose(spent, delta, kind) for kind in ("rdp", "pld"))  # type: ignore[arg-type]
+                last = spend(self.mechanism, group)._replace(rounds=rounds)
+                result.epsilon_basis = quote(group.name, result.epsilon, delta, last, "rdp").basis
+                if len(self.stretches) > 1:
+                    result.epsilon_basis += f", {len(self.stretches)} mechanisms composed, of which this is the last"
+            made.append(result)
+        return made

@@ -286,10 +286,8 @@ def from_toml(text: str, where: str) -> Experiment:
 
 def _in_words(message: str, raw: Any) -> str:
     """A validation message with the field by its path and, where the message has it not, the value."""
-    found = re.fullmatch(r"(.*) - at `(?:key in )?\$\.?(.*)`", message, re.DOTALL)
-    if found is None:
-        return message
-    complaint, path = found.groups()
+    complaint, _, place = message.partition(" - at `")
+    path = place.removeprefix("key in ").lstrip("$.").rstrip("`")
     value = raw
     for part in re.findall(r"[^.\[\]]+", path):
         value = value[int(part)] if isinstance(value, list) else value.get(part) if isinstance(value, dict) else None

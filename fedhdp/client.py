@@ -1,6 +1,7 @@
 """What a client does, the right column of the paper's Algorithm 1, written once for many clients at a time.
 
-Axis letters: C clients, M examples of one client (padded), B examples of a batch, P parameters.
+Axis letters: C clients, T the models of a client (global, personal), M examples of one client (padded), B examples of a
+batch, P parameters.
 """
 
 from __future__ import annotations
@@ -85,46 +86,50 @@ def client_updates(
     x_CM = as_floats(jax.vmap(lambda x_M, order_M: x_M[order_M])(x_CM, order_CM))
     y_CM = jax.vmap(lambda y_M, order_M: y_M[order_M])(y_CM, order_CM)
 
+    # A client's global and personal model train side by side (T): theta ← theta − η(∇f + λ(theta − anchor)), λ_global = 0.
+    starts = [None] if personal_C is None else [None, personal_C]
+    entered = [jax.vmap(lambda start, x_M: held_in.enter(theta, start, x_M))(start_C, x_CM) for start_C in starts]
+    held_CT, alone_CT = jax.tree.map(lambda *each: jnp.stack(each, axis=1), *entered)
+    rate_T = jnp.stack(rates[: len(starts)])
+    pull_CT = jnp.stack([jnp.zeros_like(pull_C), pull_C][: len(starts)], axis=1)
+    shared_C = jax.vmap(lambda x_M: held_in.know(theta, x_M))(x_CM)
     anchor = held_in.anchor(theta, capacity)
-    held_C, known_C = jax.vmap(lambda x_M: held_in.enter(theta, None, x_M))(x_CM)
-    own_C, own_known_C = None, None
-    if personal_C is not None:
-        own_C, own_known_C = jax.vmap(lambda own, x_M: held_in.enter(theta, own, x_M))(personal_C, x_CM)
 
-    def step(
-        epoch: Array, first: Any, size: int, models: tuple[Parameters, Parameters]
-    ) -> tuple[Parameters, Parameters]:
+    def step(epoch: Array, first: Any, size: int, held_CT: Parameters) -> Parameters:
         """One batch B, the same numbers for every client; a client that has no such batch rests at rate 0."""
 
-        def of_one(held, own, known, own_known, y_M, count, pull, key):
+        def of_client(held_T, alone_T, pull_T, shared, y_M, count, key):
             key = jax.random.fold_in(jax.random.fold_in(key, epoch), first)
             y_B = jax.lax.dynamic_slice_in_dim(y_M, first, size)
             real_B = jnp.ones(size, bool) if full else first + jnp.arange(size) < count
-            eta, eta_p = (rate if full else jnp.where(first < count, rate, 0.0) for rate in rates)
+            busy = 1.0 if full else jnp.where(first < count, 1.0, 0.0)
 
-            def f(held: Parameters, known: Parameters) -> Array:
-                loss_B = model.loss(held_in.predict(held, known, first, size, key), y_B)
-                return jnp.sum(jnp.where(real_B, loss_B, 0.0)) / jnp.maximum(jnp.sum(real_B), 1)
+            def descend(held, alone, rate, pull):
+                def f(held: Parameters) -> Array:
+                    loss_B = model.loss(held_in.predict(held, alone, shared, first, size, key), y_B)
+                    return jnp.sum(jnp.where(real_B, loss_B, 0.0)) / jnp.maximum(jnp.sum(real_B), 1)
 
-            held = jax.tree.map(lambda h, g: h - eta * g, held, jax.grad(f)(held, known))
-            if own is not None:
-                gradient = jax.grad(f)(own, own_known)
-                own = jax.tree.map(lambda h, g, a: h - eta_p * (g + pull * (h - a)), own, gradient, anchor)
-            return held, own
+                return jax.tree.map(lambda h, g, a: h - rate * (g + pull * (h - a)), held, jax.grad(f)(held), anchor)
 
-        return jax.vmap(of_one)(*models, known_C, own_known_C, y_CM, count_C, pull_C, key_C)
+            return jax.vmap(descend)(held_T, alone_T, busy * rate_T, pull_T)
 
-    def epoch(number: Array, models: tuple[Parameters, Parameters]) -> tuple[Parameters, Parameters]:
+        return jax.vmap(of_client)(held_CT, alone_CT, pull_CT, shared_C, y_CM, count_C, key_C)
+
+    def epoch(number: Array, held_CT: Parameters) -> Parameters:
         whole, rest = (capacity // size, capacity % size) if full else (-(-jnp.max(count_C) // size), 0)
         if not full or whole:
-            models = jax.lax.fori_loop(0, whole, lambda batch, models: step(number, batch * size, size, models), models)
-        return step(number, whole * size, rest, models) if rest else models  # the last, partial batch is kept
+            held_CT = jax.lax.fori_loop(0, whole, lambda batch, held: step(number, batch * size, size, held), held_CT)
+        return step(number, whole * size, rest, held_CT) if rest else held_CT  # the last, partial batch is kept
 
-    held_C, own_C = jax.lax.fori_loop(0, training.epochs, epoch, (held_C, own_C))
-    trained_C = jax.vmap(lambda held, x_M: held_in.leave(held, theta, None, x_M))(held_C, x_CM)
-    if personal_C is not None:
-        own_C = jax.vmap(lambda held, own, x_M: held_in.leave(held, theta, own, x_M))(own_C, personal_C, x_CM)
-    return jax.tree.map(lambda trained, start: trained - start, trained_C, theta), own_C
+    held_CT = jax.lax.fori_loop(0, training.epochs, epoch, held_CT)
+    left = [
+        jax.vmap(lambda held, start, x_M: held_in.leave(held, theta, start, x_M))(
+            jax.tree.map(lambda h_CT, t=t: h_CT[:, t], held_CT), start_C, x_CM
+        )
+        for t, start_C in enumerate(starts)
+    ]
+    update_C = jax.tree.map(lambda trained, start: trained - start, left[0], theta)
+    return update_C, left[1] if personal_C is not None else None
 
 
 def flatten(parameters_C: Parameters) -> Array:

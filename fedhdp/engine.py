@@ -97,6 +97,7 @@ class Engine:
         noise_key: Array,
     ) -> tuple[ServerState, Array | None]:
         """One round of Algorithm 1."""
+        batch_key, noise_key = jax.random.wrap_key_data(batch_key), jax.random.wrap_key_data(noise_key)
         by_client, everywhere = PartitionSpec(AXIS), PartitionSpec()
         spread = jax.shard_map(
             partial(self._on_device, full),

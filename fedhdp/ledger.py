@@ -202,7 +202,9 @@ class Ledger:
     def groups(self) -> tuple[str, ...]:
         """The groups that were ever in a run, in the order of their clients, and then those with a promise alone."""
         with self._in_words():
-            return tuple(name for (name,) in self._db.execute("SELECT name FROM groups ORDER BY clients = 0, first, rowid"))
+            return tuple(
+                name for (name,) in self._db.execute("SELECT name FROM groups ORDER BY clients = 0, first, rowid")
+            )
 
     def clients(self, group: str) -> range:
         """Which clients a group has: none before its first run."""
@@ -315,7 +317,7 @@ class Ledger:
         return version
 
     def _prepare(self) -> None:
-        """Make the tables that are not there yet; inside the transaction, since another process may have made them by now."""
+        """Make the tables that are missing; inside the transaction, since another process may have made them by now."""
         version = self._recognise()
         if version < VERSION:
             for statement in (*(SCHEMA.split(";") if version == 0 else ()), REGISTRATIONS):

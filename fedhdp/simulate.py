@@ -32,6 +32,11 @@ from fedhdp.server import ServerState, ServerStep
 MODEL, COHORT, BATCHES, NOISE = range(1, 5)  # the streams; 0 is the data's
 
 
+def stream(seed: int, purpose: int, round: int) -> np.ndarray:
+    """The key of one purpose in one round, as the two words that JAX's generator takes."""
+    return np.random.SeedSequence([seed, purpose, round]).generate_state(2)
+
+
 class State(NamedTuple):
     """All that a simulation carries from round to round."""
 
@@ -72,7 +77,7 @@ class Simulation:
 
     def start(self) -> State:
         """The state before the first round."""
-        theta_P, _ = ravel_pytree(self.engine.model.init(self._key(MODEL, 0)))
+        theta_P, _ = ravel_pytree(self.engine.model.init(jax.random.wrap_key_data(jnp.asarray(stream(self.seed, MODEL, 0)))))
         state = jax.device_put(server.start(self.mechanism, self.step, theta_P), self.engine.everywhere)
         personal_KP = self.engine.no_personal_models(self.population.clients) if self.training.personalise else None
         return State(0, state, personal_KP, np.ones(self.population.clients, bool))
@@ -90,7 +95,7 @@ class Simulation:
             state.personal_KP,
             self.mechanism.terms,
             tuple(np.float32(rate) for rate in self.training.rates(state.round)),
-            self._key(BATCHES, state.round),
+            stream(self.seed, BATCHES, state.round),
             self._noise_key(state.round),
         )
         new_K = state.new_K.copy()
@@ -172,13 +177,10 @@ class Simulation:
                 named[f"{model}/{jax.tree_util.keystr(path, simple=True, separator='/')}"] = np.asarray(leaf)
         return named
 
-    def _key(self, stream: int, round: int) -> Array:
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), stream), round)
-
-    def _noise_key(self, round: int) -> Array:
+    def _noise_key(self, round: int) -> np.ndarray:
         if self.noise_seed is None:
-            return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(os.urandom(8), np.uint32)))
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.noise_seed), NOISE), round)
+            return np.frombuffer(os.urandom(8), np.uint32)
+        return stream(self.noise_seed, NOISE, round)
 
 
 class Trained(NamedTuple):

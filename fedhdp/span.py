@@ -23,11 +23,12 @@ from fedhdp.models import Array, Model, Parameters
 
 
 class Coordinates(NamedTuple):
-    """How a client's model is held while it trains; ``start`` None means that it starts from the anchor."""
+    """How a client's models are held while they train; ``start`` None means that a model starts from the anchor."""
 
     anchor: Callable[[Parameters, int], Parameters]  # (anchor, M) -> the anchor as it is held
-    enter: Callable[[Parameters, Parameters | None, Array], tuple[Parameters, Any]]  # -> held, known
-    predict: Callable[[Parameters, Any, Array, int, Array | None], Array]  # (held, known, first, B, key) -> outputs
+    know: Callable[[Parameters, Array], Any]  # (anchor, x_M) -> what all of the client's models share
+    enter: Callable[[Parameters, Parameters | None, Array], tuple[Parameters, Any]]  # -> held, what it alone knows
+    predict: Callable[[Parameters, Any, Any, Array, int, Array | None], Array]  # (held, alone, shared, first, B, key)
     leave: Callable[[Parameters, Parameters, Parameters | None, Array], Parameters]  # (held, anchor, start, x_M)
 
 
@@ -35,12 +36,15 @@ def direct(model: Model) -> Coordinates:
     """The parameters themselves."""
 
     def enter(anchor: Parameters, start: Parameters | None, x_M: Array) -> tuple[Parameters, Any]:
-        return anchor if start is None else start, x_M
+        return anchor if start is None else start, None
 
-    def predict(held: Parameters, x_M: Any, first: Array, size: int, key: Array | None) -> Array:
+    def predict(held: Parameters, alone: Any, x_M: Array, first: Array, size: int, key: Array | None) -> Array:
         return model.apply(held, jax.lax.dynamic_slice_in_dim(x_M, first, size), key)
 
-    return Coordinates(lambda anchor, examples: anchor, enter, predict, lambda held, anchor, start, x_M: held)
+    def leave(held: Parameters, anchor: Parameters, start: Parameters | None, x_M: Array) -> Parameters:
+        return held
+
+    return Coordinates(lambda anchor, examples: anchor, lambda anchor, x_M: x_M, enter, predict, leave)
 
 
 def in_span(model: Model) -> Coordinates:
@@ -53,21 +57,24 @@ def in_span(model: Model) -> Coordinates:
         zero_MH = jnp.zeros((examples, first["w"].shape[1]))
         return {"a": jnp.float32(a), "A": zero_MH, "b": first["b"], "rest": parameters["rest"]}
 
+    def know(anchor: Parameters, x_M: Array) -> Any:
+        return x_M.reshape(x_M.shape[0], -1) @ anchor["first"]["w"]
+
     def enter(anchor: Parameters, start: Parameters | None, x_M: Array) -> tuple[Parameters, Any]:
         x_MF = x_M.reshape(x_M.shape[0], -1)
-        w0_FH = anchor["first"]["w"]
-        from_start_MH = None if start is None else x_MF @ (start["first"]["w"] - w0_FH)
-        held = hold(1.0, anchor if start is None else start, x_MF.shape[0])
-        return held, (x_MF @ w0_FH, from_start_MH, x_MF @ x_MF.T)
+        gram_MM = x_MF @ x_MF.T
+        if start is None:
+            held = hold(0.0, anchor, x_M.shape[0])
+            return held, (jnp.zeros_like(held["A"]), gram_MM)
+        return hold(1.0, start, x_M.shape[0]), (x_MF @ (start["first"]["w"] - anchor["first"]["w"]), gram_MM)
 
-    def predict(held: Parameters, known: Any, first: Array, size: int, key: Array | None) -> Array:
-        from_anchor_MH, from_start_MH, gram_MM = known
-        h_BH = jax.lax.dynamic_slice_in_dim(from_anchor_MH, first, size) + held["b"]
-        if from_start_MH is not None:
-            a = jax.lax.stop_gradient(held["a"])  # a moves by the pull alone
-            h_BH = h_BH + a * jax.lax.dynamic_slice_in_dim(from_start_MH, first, size)
-        gram_BM = jax.lax.dynamic_slice_in_dim(gram_MM, first, size)
-        return head(held["rest"], h_BH + _reach(held["A"], gram_BM, first), key)
+    def predict(held: Parameters, alone: Any, from_anchor_MH: Any, first: Array, size: int, key: Array | None) -> Array:
+        from_start_MH, gram_MM = alone
+        base_BH, start_BH, gram_BM = (
+            jax.lax.dynamic_slice_in_dim(known, first, size) for known in (from_anchor_MH, from_start_MH, gram_MM)
+        )
+        a = jax.lax.stop_gradient(held["a"])  # a moves by the pull alone
+        return head(held["rest"], base_BH + a * start_BH + _reach(held["A"], gram_BM, first) + held["b"], key)
 
     def leave(held: Parameters, anchor: Parameters, start: Parameters | None, x_M: Array) -> Parameters:
         w_FH = anchor["first"]["w"] + x_M.reshape(x_M.shape[0], -1).T @ held["A"]
@@ -75,7 +82,7 @@ def in_span(model: Model) -> Coordinates:
             w_FH = w_FH + held["a"] * (start["first"]["w"] - anchor["first"]["w"])
         return {"first": {"w": w_FH, "b": held["b"]}, "rest": held["rest"]}
 
-    return Coordinates(lambda anchor, examples: hold(0.0, anchor, examples), enter, predict, leave)
+    return Coordinates(lambda anchor, examples: hold(0.0, anchor, examples), know, enter, predict, leave)
 
 
 @jax.custom_vjp

@@ -15,7 +15,7 @@ from fedhdp.client import LocalTraining, shuffle
 from fedhdp.mechanism import AdaptiveClip, Mechanism
 from fedhdp.population import Population
 from fedhdp.server import sample_cohort
-from fedhdp.simulate import BATCHES, COHORT, NOISE
+from fedhdp.simulate import BATCHES, COHORT, NOISE, stream
 
 Network = dict[str, np.ndarray]  # w1, b1, w2, b2
 
@@ -71,7 +71,7 @@ def train(population: Population, mechanism: Mechanism, training: LocalTraining,
     for t in range(rounds):
         eta, eta_p = training.rates(t)
         cohort = sample_cohort(mechanism, np.random.default_rng([seed, COHORT, t]))
-        batch_key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), BATCHES), t)
+        batch_key = jax.random.wrap_key_data(stream(seed, BATCHES, t))
         sums = [np.zeros(flat(theta).size) for _ in mechanism.groups]
         bits, came = [], [0 for _ in mechanism.groups]
         for j in cohort:
@@ -99,8 +99,7 @@ def train(population: Population, mechanism: Mechanism, training: LocalTraining,
             sigma = math.sqrt(sum((ri * zi) ** 2 for ri, zi in zip(r, z_update)))
         expected = [g.sampling_rate * g.clients for g in mechanism.groups]
         counts = came if mechanism.sampling == "fixed" else expected
-        noise_key = jax.random.fold_in(jax.random.fold_in(jax.random.key(noise_seed), NOISE), t)
-        key_update, key_bits = jax.random.split(noise_key)
+        key_update, key_bits = jax.random.split(jax.random.wrap_key_data(stream(noise_seed, NOISE, t)))
         noise = sigma * S * np.asarray(jax.random.normal(key_update, (flat(theta).size,)))
         denominator = sum(ri * n for ri, n in zip(r, counts))
         update = (sum(ri * s for ri, s in zip(r, sums)) + noise) / denominator if denominator > 0 else 0.0

@@ -50,7 +50,9 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     server: ServerStep = ServerStep()
     seed: int = 0  # of the initial model
     cohort_seed: int | None = None  # None: the operating system's entropy; a number is for tests alone
-    noise_seed: int | None = None  # None: the operating system's entropy; a number makes the run repeatable, not private
+    noise_seed: int | None = (
+        None  # None: the operating system's entropy; a number makes the run repeatable, not private
+    )
     delta: float = 1e-4
     budgets: dict[str, LifetimeBudget] = {}
     when_spent: Literal["stop", "leave_out"] = "stop"
@@ -71,7 +73,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
             require(0 < getattr(self, field) < math.inf, field, getattr(self, field), "finite and above 0")
         for name in self.budgets:
             require(name in self.levels, "budgets", name, f"of levels on offer ({', '.join(self.levels)})")
-        self._wanted({name: 1 for name in self.levels})
+        self._wanted(dict.fromkeys(self.levels, 1))
 
     def _wanted(self, clients: Mapping[str, int]) -> WantedMechanism:
         groups = tuple(level.wanted(name, clients[name]) for name, level in self.levels.items() if clients.get(name))

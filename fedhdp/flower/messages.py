@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import io
 import math
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -121,8 +120,9 @@ def read_choice(message: Message | None) -> Choice:
         return Choice(None, None)
     said = message.content.config_records["choice"]
     level, client = (said.get(key) for key in Choice._fields)
-    usable = isinstance(client, str) and 0 < len(client) <= 64 and client.isascii() and client.isprintable()
-    return Choice(level if isinstance(level, str) else None, client if usable else None)
+    if not (isinstance(client, str) and 0 < len(client) <= 64 and client.isascii() and client.isprintable()):
+        client = None
+    return Choice(level if isinstance(level, str) else None, client)
 
 
 def order_message(kind: str, node: int, model: ArrayRecord, order: Order, ttl: float) -> Message:
@@ -202,8 +202,3 @@ def _read_scores(record: Mapping[str, Any]) -> dict[str, float]:
     ):
         raise Refused("malformed", "scores that are not finite numbers of the two models")
     return {name: float(score) for name, score in scores.items()}
-
-
-def in_words(counts: Counter[str]) -> str:
-    """Counts for a log line."""
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))

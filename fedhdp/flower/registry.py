@@ -17,7 +17,6 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from fedhdp.flower.deployment import Deployment
-from fedhdp.flower.exchange import push
 from fedhdp.flower.messages import Offer, ask_choice, read_choice
 from fedhdp.ledger import Ledger
 
@@ -44,10 +43,11 @@ class Registry:
         new = sorted(connected - self._known)
         if new:
             seconds = self.deployment.gather_seconds
-            asked = push(grid, {str(node): ask_choice(node, self._offer, seconds) for node in new})
-            until = time.monotonic() + seconds
-            self._pending |= {message: (int(node), until) for message, node in asked.items()}
-            self._known |= {int(node) for node in asked.values()}
+            messages = {node: ask_choice(node, self._offer, seconds) for node in new}
+            sent, until = set(grid.push_messages(list(messages.values()))), time.monotonic() + seconds
+            names = {message.metadata.message_id: node for node, message in messages.items()}
+            self._pending |= {name: (node, until) for name, node in names.items() if name in sent}
+            self._known |= {node for name, node in names.items() if name in sent}
         self._settle(grid)
 
     def wait_for_enough(self, grid: Grid, look_every: float = 0.1) -> None:

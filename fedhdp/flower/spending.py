@@ -6,6 +6,7 @@ another. Each is a run of its own in the ledger, and a group's epsilon is that o
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -23,8 +24,9 @@ replace = msgspec.structs.replace
 
 
 class Stretch(msgspec.Struct):
-    """Rounds that were run under one mechanism."""
+    """Rounds that were run under one mechanism, and the name under which the ledger knows them."""
 
+    name: str
     mechanism: Mechanism
     rounds: int = 0
 
@@ -59,18 +61,16 @@ class Purse:
         groups = (replace(g, sampling_rate=0.0) if g.name in self.left_out else g for g in due.groups)
         due = replace(due, groups=tuple(groups))
         if not self.stretches or self.mechanism != due:
-            self.stretches.append(Stretch(due))
-        self.ledger.begin(self._name, due, self.stretches[-1].rounds, self._members)
-
-    @property
-    def _name(self) -> str:
-        return f"{self.run}/{len(self.stretches)}"
+            taken = {run.name for run in self.ledger.runs()}  # also by rounds that a crash made us forget
+            name = next(name for n in itertools.count(1) if (name := f"{self.run}/{n}") not in taken)
+            self.stretches.append(Stretch(name, due))
+        self.ledger.begin(self.stretches[-1].name, due, self.stretches[-1].rounds, self._members)
 
     def pay(self) -> None:
         """Charge the next round to every group, durably, or raise when nobody is left to go on with."""
         while True:
             try:
-                return self.ledger.charge(self._name, spends(self.mechanism))
+                return self.ledger.charge(self.stretches[-1].name, spends(self.mechanism))
             except BudgetError as error:
                 if self.deployment.when_spent == "stop":
                     raise BudgetSpent(str(error)) from error
@@ -85,7 +85,9 @@ class Purse:
 
     def spent(self, level: str) -> list[Spend]:
         """What this run has cost a group so far."""
-        groups = ((s, group) for s in self.stretches for group in s.mechanism.groups if group.name == level and s.rounds)
+        groups = (
+            (s, group) for s in self.stretches for group in s.mechanism.groups if group.name == level and s.rounds
+        )
         return [spend(stretch.mechanism, group, stretch.rounds) for stretch, group in groups]
 
     def epsilon(self) -> dict[str, float]:
@@ -107,7 +109,7 @@ class Purse:
             result = GroupResult(group.name, group.clients, group.opted_out, *fields, rounds=rounds)
             if not group.opted_out:
                 result.delta = delta
-                result.epsilon, result.epsilon_pld = (compose(spent, delta, kind) for kind in ("rdp", "pld"))  # type: ignore[arg-type]
+                result.epsilon, result.epsilon_pld = compose(spent, delta), compose(spent, delta, "pld")
                 last = spend(self.mechanism, group)._replace(rounds=rounds)
                 result.epsilon_basis = quote(group.name, result.epsilon, delta, last, "rdp").basis
                 if len(self.stretches) > 1:

@@ -1,0 +1,117 @@
+"""The ClientApp: a frame around ``fit``, in JAX, PyTorch or anything that has arrays.
+
+A user says how a client trains: ``fit(parameters, personal, pull, round)`` gets the global and the personal model as
+named NumPy arrays and returns both after training, the personal one pulled towards the global model that came in
+(``personal − rate·(gradient + pull·(personal − parameters))`` in each step). The frame does the rest: it says which level
+the owner chose, keeps the personal model on the client, counts what the client has spent, and declines rounds.
+
+The owner's wishes are in the SuperNode's ``--node-config``:
+
+    privacy="strict"         the level; not said: the strictest on offer
+    directory="DIR"          where the client keeps its things
+    epsilon=2.0 delta=1e-5   a budget for the client's life, in its own count
+    scores=false             do not tell how good models are, even when asked
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from fedhdp.flower.client_folder import Folder, Memory, check, promised
+from fedhdp.flower.messages import (
+    Arrays,
+    Choice,
+    Declined,
+    Order,
+    decline_message,
+    read_offer,
+    read_order,
+    reply_message,
+    tell_choice,
+)
+
+Fit = Callable[[Arrays, Arrays, float, int], tuple[Arrays, Arrays | None]]
+
+
+class Trainer(NamedTuple):
+    """How one client trains and, if it can tell, how good a model is on its own test examples."""
+
+    fit: Fit
+    score: Callable[[Arrays], float] | None = None
+
+
+def chosen_level(context: Context) -> str | None:
+    """The level that the owner wrote in the SuperNode's configuration."""
+    level = context.node_config.get("privacy")
+    return level if isinstance(level, str) else None
+
+
+def client_app(
+    trainer: Callable[[Context], Trainer], level: Callable[[Context], str | None] = chosen_level
+) -> ClientApp:
+    """A ClientApp for clients that train like this; ``level`` says which level a client's owner chose."""
+    app = ClientApp()
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        kept, offer = _kept(context), read_offer(message)
+        promises = kept.promises()
+        if offer.run not in promises:  # what was promised first holds
+            kept.keep_promises(promises | {offer.run: promised(offer, level(context))})
+        return tell_choice(message, Choice(level(context), kept.identity()))
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        parameters, order = read_order(message)
+        kept = _kept(context)
+        try:
+            _agree(kept, order, level(context), context)
+        except Declined as error:
+            return decline_message(message, order, str(error))
+        mine = trainer(context)
+        trained, personal = mine.fit(parameters, kept.personal() or parameters, order.pull, order.round)
+        if personal is not None:
+            kept.keep_personal(personal)
+        update = {name: trained[name] - array for name, array in parameters.items()}
+        return reply_message(message, order, update, _scores(mine, order, context, parameters, personal))
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        parameters, order = read_order(message)
+        scores = _scores(trainer(context), order, context, parameters, _kept(context).personal())
+        return reply_message(message, order, None, scores)
+
+    return app
+
+
+def _kept(context: Context) -> Memory:
+    directory = context.node_config.get("directory")
+    return Folder(Path(str(directory))) if directory else Memory(context.state)
+
+
+def _agree(kept: Memory, order: Order, level: str | None, context: Context) -> None:
+    """Check what is promised, and count the rounds since the client last heard of the run before doing anything."""
+    promises = kept.promises()
+    promise = promises.get(order.run)
+    check(order, promise, level)
+    known = 0 if promise is None else promise.rounds
+    epsilon, delta = context.node_config.get("epsilon"), context.node_config.get("delta")
+    budget = None if epsilon is None else (float(epsilon), float(1e-5 if delta is None else delta))
+    kept.charge(order, max(1, order.round + 1 - known), budget)
+    if promise is not None:
+        promise.rounds = max(known, order.round + 1)
+        kept.keep_promises(promises)
+
+
+def _scores(
+    trainer: Trainer, order: Order, context: Context, parameters: Arrays, personal: Arrays | None
+) -> dict[str, float]:
+    """How good both models are, if it was asked and the owner does not mind; a new client's own is the global one."""
+    if trainer.score is None or not order.evaluate or context.node_config.get("scores") is False:
+        return {}
+    return {"global": trainer.score(parameters), "personal": trainer.score(personal or parameters)}

@@ -1,0 +1,179 @@
+"""The ServerApp: registrations, rounds, checkpoints, and on from there in a new run.
+
+Everything that a run knows is in its folder, in the simulator's format, and in the ledger. A ServerApp that died is
+started again with the same ``out``: round, model, clip, optimiser, registrations and what was spent go on from the last
+completed round; a round that was under way is charged again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from logging import INFO, WARNING
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from flwr.app import ConfigRecord, Context
+from flwr.common.logger import log
+from flwr.serverapp import Grid, ServerApp
+
+import fedhdp
+from fedhdp import results
+from fedhdp.accounting import fits
+from fedhdp.experiments.paying import BudgetSpent
+from fedhdp.flower.deployment import Deployment, from_run_config, to_toml
+from fedhdp.flower.exchange import gather
+from fedhdp.flower.messages import Arrays, as_record, unflat
+from fedhdp.flower.registry import Registry
+from fedhdp.flower.spending import Purse, Stretch
+from fedhdp.flower.strategy import FedHDP
+from fedhdp.ledger import Ledger
+from fedhdp.outcome import Summary, VariantResult, fill_in, footnotes, text_table
+from fedhdp.results import RunFolder, VariantFolder
+from fedhdp.server import averaged_model, start
+
+Score = Callable[[Arrays], float]
+VARIANT = "fedhdp"
+
+
+class Record(msgspec.Struct):
+    """What a checkpoint holds beside arrays."""
+
+    members: dict[str, str] = {}
+    stretches: list[Stretch] = []
+    left_out: set[str] = set()
+    refused: dict[str, dict[str, int]] = {}
+
+
+def server_app(start_model: Callable[[Deployment], Arrays], score: Score | None = None) -> ServerApp:
+    """A ServerApp for a model: where its arrays start and, if the server has a test set, how good they are."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        deployment = from_run_config(context.run_config)
+        summary = serve(grid, deployment, start_model(deployment), score)
+        for line in (*text_table(summary.variants).splitlines(), *footnotes(summary.variants)):
+            log(INFO, "%s", line)
+
+    return app
+
+
+def serve(grid: Grid, deployment: Deployment, start_model: Arrays, score: Score | None = None) -> Summary:
+    """Run a deployment to its end, from wherever its folder says that it is."""
+    out = Path(deployment.out)
+    with _folder(out, deployment) as folder, Ledger(deployment.ledger, fits) as ledger:
+        if (out / results.SUMMARY).exists():
+            log(WARNING, "%s holds a run that is finished", out)
+            return results.read_value(out / results.SUMMARY, Summary)
+        part = folder.variant(VARIANT)
+        result = _serve(grid, deployment, folder.id, part, ledger, start_model, score)
+        summary = Summary(deployment.name, result.seconds, [result], fedhdp.__version__)
+        results.write_value(out / results.SUMMARY, summary)
+        return summary
+
+
+def _folder(out: Path, deployment: Deployment) -> RunFolder:
+    said = to_toml(deployment)
+    if not (out / results.EXPERIMENT).exists():
+        return RunFolder.create(out, said)
+    if (out / results.EXPERIMENT).read_bytes() != said:
+        raise ValueError(f"{out} holds a run of another deployment; name another folder, or run that one to its end")
+    return RunFolder.open(out)
+
+
+def _serve(
+    grid: Grid,
+    deployment: Deployment,
+    run: str,
+    part: VariantFolder,
+    ledger: Ledger,
+    start_model: Arrays,
+    score: Score | None,
+) -> VariantResult:
+    begun, checkpoint = time.monotonic(), part.checkpoint()
+    record = Record() if checkpoint is None else _record(checkpoint)
+    before = 0.0 if checkpoint is None else float(checkpoint["seconds"])
+    registry = Registry(deployment, ledger, run, record.members)
+    purse = Purse(deployment, ledger, run, record.stretches, record.left_out)
+    strategy = FedHDP(deployment, registry, purse, run, start_model, score)
+    strategy.summary()
+    registry.wait_for_enough(grid)
+    if checkpoint is not None:
+        _restore(strategy, checkpoint, record)
+        log(INFO, "going on after round %d", strategy.round)
+    strategy.let_in(grid)
+    part.restart_history(part.history(until=strategy.round) if checkpoint is not None else [])
+
+    def keep() -> None:
+        seconds = np.array(before + time.monotonic() - begun)
+        part.keep_checkpoint(_pack(strategy) | {"seconds": seconds})
+
+    keep()
+    stopped = _play(grid, strategy, part, keep)
+    seconds = before + time.monotonic() - begun
+    repeatable = deployment.noise_seed is not None
+    groups = purse.priced()
+    result = VariantResult(VARIANT, "fedhdp", strategy.round, seconds, repeatable, groups, stopped=stopped)
+    result = fill_in(result, part.history())
+    part.finish(_parameters(strategy), result)
+    return result
+
+
+def _play(grid: Grid, strategy: FedHDP, part: VariantFolder, keep: Callable[[], None]) -> str | None:
+    """The rounds that are left, and the evaluation at the end; why it ended early, if it did."""
+    deployment, stopped, nothing = strategy.deployment, None, ConfigRecord()
+    while strategy.round < deployment.rounds:
+        number = strategy.round + 1
+        try:
+            messages = strategy.configure_train(number, as_record(strategy.model), nothing, grid)
+        except BudgetSpent as error:
+            stopped = str(error)
+            log(WARNING, "stopping after round %d: %s", strategy.round, stopped)
+            break
+        strategy.aggregate_train(number, gather(grid, messages, deployment.reply_seconds))
+        part.append_history(strategy.rows)
+        keep()
+    messages = strategy.configure_evaluate(deployment.rounds, as_record(strategy.model), nothing, grid)
+    strategy.aggregate_evaluate(deployment.rounds, gather(grid, messages, deployment.reply_seconds))
+    part.append_history(strategy.rows)
+    return stopped
+
+
+def _pack(strategy: FedHDP) -> dict[str, np.ndarray]:
+    purse, registry = strategy.purse, strategy.registry
+    refused = {name: dict(counts) for name, counts in strategy.refused.items()}
+    record = Record(registry.members, purse.stretches, purse.left_out, refused)
+    arrays = {f"server_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(strategy.state))}
+    text = np.frombuffer(msgspec.json.encode(record), np.uint8)
+    return arrays | {"round": np.array(strategy.round), "record": text}
+
+
+def _record(checkpoint: dict[str, np.ndarray]) -> Record:
+    return msgspec.json.decode(checkpoint["record"].tobytes(), type=Record)
+
+
+def _restore(strategy: FedHDP, checkpoint: dict[str, np.ndarray], record: Record) -> None:
+    mechanism = record.stretches[-1].mechanism
+    like = start(mechanism, strategy.deployment.server, jnp.asarray(checkpoint["server_0"]))
+    leaves, tree = jax.tree.flatten(like)
+    packed = [checkpoint[f"server_{i}"] for i in range(len(leaves))]
+    if packed[0].size != sum(array.size for array in strategy.like.values()):
+        raise ValueError("the checkpoint is of another model")
+    strategy.state = jax.tree.unflatten(tree, packed)
+    strategy.round = int(checkpoint["round"])
+    strategy.refused |= {name: Counter(counts) for name, counts in record.refused.items()}
+
+
+def _parameters(strategy: FedHDP) -> Arrays:
+    """The global model, and its average if there is one, by parameter."""
+    named = {f"global/{name}": array for name, array in strategy.model.items()}
+    if strategy.deployment.server.average is not None:
+        assert strategy.state is not None
+        average = unflat(np.asarray(averaged_model(strategy.deployment.server, strategy.state)), strategy.like)
+        named |= {f"average/{name}": array for name, array in average.items()}
+    return named

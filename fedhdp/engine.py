@@ -51,12 +51,16 @@ class Engine:
         self.model, self.training, self.server, self.inputs = model, training, server, inputs
         self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
         self.devices = len(self.mesh.devices)
-        self.chunk = chunk or 8
+        on_gpu = jax.default_backend() == "gpu"
+        self.chunk = chunk or (128 if on_gpu else 8)  # a core's cache holds few clients, a GPU wants many
         self.by_client = NamedSharding(self.mesh, PartitionSpec(AXIS))
         self.everywhere = NamedSharding(self.mesh, PartitionSpec())
         start, self.unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, jax.eval_shape(model.init, jax.random.key(0))))
         self.parameters = start.size
-        self.round = jax.jit(self._round, static_argnums=0, donate_argnums=(1, 3))
+        graphs = (
+            {"xla_gpu_graph_min_graph_size": 1} if on_gpu else None
+        )  # a step is many small kernels: launch them as one
+        self.round = jax.jit(self._round, static_argnums=0, donate_argnums=(1, 3), compiler_options=graphs)
         self._room = jax.jit(jnp.zeros, static_argnums=0, out_shardings=self.by_client)
         self.scores = jax.jit(self._scores)
         self.personal_scores = jax.jit(self._personal_scores)

@@ -36,15 +36,15 @@ def direct(model: Model) -> Coordinates:
     """The parameters themselves."""
 
     def enter(anchor: Parameters, start: Parameters | None, x_M: Array) -> tuple[Parameters, Any]:
-        return anchor if start is None else start, None
+        return anchor if start is None else start, x_M  # its own, so that products are batched over clients and models
 
-    def predict(held: Parameters, alone: Any, x_M: Array, first: Array, size: int, key: Array | None) -> Array:
+    def predict(held: Parameters, x_M: Any, shared: Any, first: Array, size: int, key: Array | None) -> Array:
         return model.apply(held, jax.lax.dynamic_slice_in_dim(x_M, first, size), key)
 
     def leave(held: Parameters, anchor: Parameters, start: Parameters | None, x_M: Array) -> Parameters:
         return held
 
-    return Coordinates(lambda anchor, examples: anchor, lambda anchor, x_M: x_M, enter, predict, leave)
+    return Coordinates(lambda anchor, examples: anchor, lambda anchor, x_M: None, enter, predict, leave)
 
 
 def in_span(model: Model) -> Coordinates:

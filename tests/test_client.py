@@ -143,6 +143,18 @@ def test_windows_times_a_matrix_are_a_convolution_its_units_and_its_pooling(kern
     expected = jax.nn.relu(expected + layer["b"]).reshape(2, 3, 2, 4, 2, 4).max(axis=(2, 4))
     np.testing.assert_allclose(_convolve_and_halve(layer, image, kernel), expected, atol=1e-5)
 
+    def plain(layer: dict, image: np.ndarray) -> jax.Array:
+        made = jax.lax.conv_general_dilated(
+            image, layer["w"].reshape(kernel, kernel, 3, 4), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jax.nn.relu(made + layer["b"]).reshape(2, 3, 2, 4, 2, 4).max(axis=(2, 4))
+
+    score = np.random.default_rng(1).normal(size=expected.shape).astype(np.float32)
+    one = jax.grad(lambda *a: jnp.sum(score * plain(*a)), argnums=(0, 1))(layer, image)
+    other = jax.grad(lambda *a: jnp.sum(score * _convolve_and_halve(*a, kernel)), argnums=(0, 1))(layer, image)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
 
 def test_a_model_of_your_own_trains_from_plain_jax():
     def init(key):

@@ -17,7 +17,7 @@ from fedhdp.client import LocalTraining, as_floats, client_updates, coordinates
 from fedhdp.flower.client_app import Trainer
 from fedhdp.flower.messages import Arrays
 from fedhdp.models import Model, Parameters
-from fedhdp.simulate import BATCHES, MODEL
+from fedhdp.simulate import BATCHES, MODEL, stream
 
 
 def named(parameters: Parameters) -> Arrays:
@@ -88,5 +88,5 @@ def _parameters(model: Model, arrays: Arrays) -> Parameters:
     return jax.tree.unflatten(tree, [jnp.asarray(arrays[name]) for name in names])
 
 
-def _key(seed: int, stream: int, round: int) -> jax.Array:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), round)
+def _key(seed: int, purpose: int, round: int) -> jax.Array:
+    return jax.random.wrap_key_data(jnp.asarray(stream(seed, purpose, round)))

@@ -31,15 +31,16 @@ def gather(grid: Grid, messages: Sequence[Message], seconds: float) -> list[Mess
     """Send the messages and wait for answers, so long and no longer."""
     if not messages:
         return []
-    until, look, replies = time.monotonic() + seconds, LOOK_EVERY, []
     waiting = {sent for sent in grid.push_messages(messages) if sent}  # a message that cannot be sent has no name
-    while waiting and time.monotonic() < until:
+    until, look, replies = time.monotonic() + seconds, LOOK_EVERY, list[Message]()
+    while waiting:
         pulled = list(grid.pull_messages(sorted(waiting)))
         replies += pulled
         waiting -= {reply.metadata.reply_to_message_id for reply in pulled}
-        if waiting:
-            time.sleep(min(look, max(until - time.monotonic(), 0)))
-            look = min(look * 1.1, LOOK_AT_MOST)
+        if not waiting or time.monotonic() >= until:
+            break
+        time.sleep(min(look, max(until - time.monotonic(), 0)))
+        look = min(look * 1.1, LOOK_AT_MOST)
     return replies
 
 

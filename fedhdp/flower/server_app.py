@@ -7,6 +7,7 @@ completed round; a round that was under way is charged again.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -55,6 +56,7 @@ def server_app(start_model: Callable[[Deployment], Arrays], score: Score | None 
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
+        logging.getLogger("flwr").propagate = False  # else each line is shown twice once absl has been imported
         deployment = from_run_config(context.run_config)
         summary = serve(grid, deployment, start_model(deployment), score)
         for line in (*text_table(summary.variants).splitlines(), *footnotes(summary.variants)):

@@ -13,7 +13,6 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
 from logging import INFO
 from typing import NamedTuple
 
@@ -44,9 +43,11 @@ from fedhdp.flower.registry import Registry
 from fedhdp.flower.spending import Purse
 from fedhdp.metrics import SERVER, Row, group_rows
 from fedhdp.server import ServerState, Sums
-from fedhdp.simulate import COHORT, NOISE
+from fedhdp.simulate import COHORT, NOISE, stream
 
 ABSENT, DECLINED, FAILED = "absent", "declined", "failed"
+_clip_and_sum = jax.jit(server.clip_and_sum)
+_finish_round = jax.jit(server.finish_round, static_argnums=0)
 
 
 class Asked(NamedTuple):
@@ -79,8 +80,6 @@ class FedHDP(Strategy):
         self.rows: list[Row] = []  # of the last round
         self._drawn: Counter[str] = Counter()
         self._asked: list[Asked] = []
-        self._clip_and_sum = jax.jit(server.clip_and_sum)
-        self._finish = jax.jit(partial(server.finish_round, deployment.server))
 
     @property
     def model(self) -> Arrays:
@@ -136,11 +135,11 @@ class FedHDP(Strategy):
             came[groups[asked.group]] += 1
             scores[asked.client] = reply.scores
             one = (reply.update_P[None], np.array([asked.group]), np.array([True]))
-            sums = jax.tree.map(jnp.add, sums, self._clip_and_sum(terms, self.state.clip, *one))
+            sums = jax.tree.map(jnp.add, sums, _clip_and_sum(terms, self.state.clip, *one))
         for name, count in zip(groups, np.asarray(sums.refused_G)):  # finite numbers whose norm is not
             self.refused[name].update({"not finite": int(count)} if count else {})
             came[name] -= int(count)
-        self.state = self._finish(terms, self.state, sums, self._noise_key())
+        self.state = _finish_round(self.deployment.server, terms, self.state, sums, self._noise_key())
         self.purse.completed()
         self.rows = self._score_rows(self.round, scores)  # of the model that was sent
         self.round += 1
@@ -170,8 +169,7 @@ class FedHDP(Strategy):
 
     def summary(self) -> None:
         """Say what is about to be run."""
-        for name, level in self.deployment.levels.items():
-            log(INFO, "level %s: %s", name, level)
+        log(INFO, "%d rounds; levels, the strictest first: %s", self.deployment.rounds, self.deployment.strictness)
 
     def _clients(self) -> list[tuple[str, int]]:
         """Every client with its group, in the order in which a mechanism has its clients."""
@@ -254,6 +252,5 @@ class FedHDP(Strategy):
 
     def _noise_key(self) -> jax.Array:
         seed = self.deployment.noise_seed
-        if seed is None:
-            return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(os.urandom(8), np.uint32)))
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), NOISE), self.round)
+        words = np.frombuffer(os.urandom(8), np.uint32) if seed is None else stream(seed, NOISE, self.round)
+        return jax.random.wrap_key_data(jnp.asarray(words))

@@ -1,0 +1,729 @@
+"""The deployment on Flower, without processes: the real ServerApp code and the real ClientApp over an in-process grid."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedhdp[flower]'")
+
+from conftest import tiny_population
+from flower_grid import InProcessGrid, Node
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from msgspec.structs import replace
+
+from fedhdp import results
+from fedhdp.accounting import compose, fits, spend
+from fedhdp.client import LocalTraining
+from fedhdp.experiments.spec import LifetimeBudget
+from fedhdp.flower.built_in import built_in, score_with, start_model
+from fedhdp.flower.client_app import Trainer, client_app
+from fedhdp.flower.client_folder import Folder
+from fedhdp.flower.deployment import Deployment, Level, from_run_config
+from fedhdp.flower.messages import as_record, flat, from_record, unflat
+from fedhdp.flower.registry import Registry
+from fedhdp.flower.server_app import serve
+from fedhdp.flower.spending import Purse
+from fedhdp.flower.strategy import FedHDP
+from fedhdp.ledger import Ledger
+from fedhdp.mechanism import AdaptiveClip
+from fedhdp.models import mlp
+from fedhdp.outcome import Summary
+from fedhdp.server import ServerStep
+from fedhdp.simulate import simulate
+
+SIZES = [4, 4, 8, 8, 8, 4, 8, 4]
+LEVELS = ["open"] * 2 + ["mid"] * 3 + ["strict"] * 3
+MODEL, TRAINING, SEED = mlp(12, 5, 3), LocalTraining(epochs=2, batch_size=4, learning_rate=0.3), 3
+POPULATION = tiny_population(SIZES)
+OFFER = {
+    "open": Level(0.5, noise_multiplier=0.0),
+    "mid": Level(0.6, noise_multiplier=0.5, weight=0.5, pull=0.2),
+    "strict": Level(0.5, noise_multiplier=1.0, weight=0.3),
+}
+
+
+def of_client(examples, k: int):
+    mine = slice(examples.start_K[k], examples.start_K[k] + examples.count_K[k])
+    return examples.x_N[mine], examples.y_N[mine]
+
+
+def trainer(context: Context) -> Trainer:
+    k = int(context.node_config["partition-id"])
+    test = of_client(POPULATION.test, k)
+    return built_in(MODEL, TRAINING, *of_client(POPULATION.train, k), test=test, batches=(SEED, k))
+
+
+def add_one(context: Context) -> Trainer:
+    """A trainer without any framework: everything moves by a half, the personal model by a quarter."""
+
+    def fit(parameters, personal, pull, round):
+        return {k: v + 0.5 for k, v in parameters.items()}, {k: v + 0.25 for k, v in personal.items()}
+
+    return Trainer(fit, lambda arrays: float(arrays["w"].mean()))
+
+
+APP = client_app(trainer)
+PLAIN = client_app(add_one)
+PLAIN_MODEL = {"w": np.zeros((2, 3), np.float32), "b": np.ones(3, np.float32)}
+
+
+def deployment(tmp_path: Path, **others) -> Deployment:
+    fields = {
+        "out": str(tmp_path / "run"),
+        "ledger": str(tmp_path / "ledger"),
+        "rounds": 3,
+        "levels": OFFER,
+        "clip": AdaptiveClip(initial=0.3),
+        "training": TRAINING,
+        "seed": SEED,
+        "cohort_seed": SEED,
+        "noise_seed": 7,
+        "reply_seconds": 0.3,
+        "gather_seconds": 0.3,
+    }
+    return Deployment(**(fields | others))
+
+
+def everyone(tmp_path: Path | None = None, app: ClientApp = APP) -> InProcessGrid:
+    nodes = []
+    for k, level in enumerate(LEVELS):
+        folder = {} if tmp_path is None else {"directory": str(tmp_path / f"client {k}")}
+        nodes.append(Node(100 + k, app, **{"partition-id": k, "privacy": level}, **folder))
+    return InProcessGrid(nodes)
+
+
+def play(grid: InProcessGrid, wanted: Deployment) -> Summary:
+    return serve(grid, wanted, start_model(MODEL, SEED))
+
+
+def play_plain(grid: InProcessGrid, wanted: Deployment) -> Summary:
+    return serve(grid, wanted, PLAIN_MODEL)
+
+
+def model_of(wanted: Deployment) -> dict[str, np.ndarray]:
+    return results.read_arrays(Path(wanted.out) / "fedhdp" / "model.npz")
+
+
+def history_of(wanted: Deployment):
+    return results.VariantFolder(Path(wanted.out) / "fedhdp").history()
+
+
+def charged(wanted: Deployment) -> int:
+    with Ledger(wanted.ledger, fits, read_only=True) as ledger:
+        return sum(run.charged for run in ledger.runs())
+
+
+def trains(messages: list[Message]) -> bool:
+    return any(message.metadata.message_type == "train" for message in messages)
+
+
+def equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return set(a) == set(b) and all((a[name] == b[name]).all() for name in a)
+
+
+# The same algorithm
+
+
+def test_flower_and_the_simulator_give_the_same_global_model_from_the_same_seeds(tmp_path):
+    wanted = deployment(tmp_path, rounds=4, server=ServerStep("momentum", average=0.5), evaluate_every=2)
+    summary = play(everyone(), wanted)
+    mechanism = wanted.mechanism({"open": 2, "mid": 3, "strict": 3})
+    simulated = simulate(POPULATION, MODEL, mechanism, TRAINING, wanted.server, 4, seed=SEED, noise_seed=7)
+    deployed = model_of(wanted)
+    assert set(deployed) == set(simulated.parameters)
+    moved = start_model(MODEL, SEED)["first/w"] - deployed["global/first/w"]
+    assert abs(moved).max() > 0.01
+    for name, array in simulated.parameters.items():
+        np.testing.assert_allclose(deployed[name], array, atol=2e-6)
+    found = {(row.group, row.model, row.metric): row.value for row in simulated.history}
+    (variant,) = summary.variants
+    for group in variant.groups:
+        assert group.global_accuracy == pytest.approx(found[group.name, "global", "accuracy"], abs=1e-6)
+        assert group.personal_accuracy == pytest.approx(found[group.name, "personal", "accuracy"], abs=1e-6)
+    theirs = simulated.result("", 1e-4).groups
+    assert [(g.epsilon, g.epsilon_pld, g.epsilon_basis) for g in variant.groups] == [
+        (g.epsilon, g.epsilon_pld, g.epsilon_basis) for g in theirs
+    ]
+    assert variant.repeatable
+
+
+def test_without_seeds_cohorts_and_noise_come_from_the_operating_system(tmp_path):
+    models, cohorts = [], []
+    for name in "ab":
+        wanted = deployment(tmp_path / name, cohort_seed=None, noise_seed=None, rounds=6)
+        (tmp_path / name).mkdir()
+        summary = play_plain(everyone(app=PLAIN), wanted)
+        assert not summary.variants[0].repeatable
+        models.append(flat(model_of(wanted)))
+        cohorts.append([row.value for row in history_of(wanted) if row.metric == "drawn"])
+    assert (models[0] != models[1]).all()
+    assert cohorts[0] != cohorts[1]
+
+
+def test_flowers_own_loop_can_run_the_strategy(tmp_path):
+    wanted = deployment(tmp_path)
+    grid, ledger = everyone(app=PLAIN), Ledger(wanted.ledger, fits)
+    with ledger:
+        registry = Registry(wanted, ledger, "run")
+        registry.wait_for_enough(grid)
+        strategy = FedHDP(wanted, registry, Purse(wanted, ledger, "run", [], set()), "run", PLAIN_MODEL)
+        strategy.let_in(grid)
+        result = strategy.start(grid, as_record(PLAIN_MODEL), num_rounds=3)
+    other = deployment(tmp_path / "other", ledger=str(tmp_path / "another"))
+    play_plain(everyone(app=PLAIN), other)
+    assert equal({f"global/{k}": v for k, v in from_record(result.arrays).items()}, model_of(other))
+
+
+def test_a_client_needs_no_framework(tmp_path):
+    levels = {"open": Level(1.0, noise_multiplier=0.0)}
+    wanted = deployment(tmp_path, levels=levels, clip=100.0, rounds=2)
+    grid = InProcessGrid([Node(1, PLAIN), Node(2, PLAIN)])
+    play_plain(grid, wanted)
+    np.testing.assert_allclose(model_of(wanted)["global/w"], np.full((2, 3), 1.0), rtol=1e-6)
+    personal = grid.nodes[1].context.state.array_records["personal"]["w"].numpy()
+    np.testing.assert_allclose(personal, np.full((2, 3), 0.5))  # from the first global model, then a quarter twice
+
+
+# What does not count
+
+
+def without(client: int, of_round: int):
+    """Lose a client's reply of one round."""
+
+    def tamper(message: Message, reply: Message, node: Node) -> list[Message]:
+        return [] if is_of(message, node, client, of_round) else [reply]
+
+    return tamper
+
+
+def is_of(message: Message, node: Node, client: int, of_round: int) -> bool:
+    here = message.metadata.message_type == "train" and message.metadata.group_id == str(of_round)
+    return here and node.id == 100 + client
+
+
+def changed(reply: Message, **arrays: np.ndarray) -> Message:
+    """The reply with other arrays in its update."""
+    update = dict(reply.content.array_records["update"].items())
+    update |= {name.replace("_", "/"): Array(array) for name, array in arrays.items()}
+    return with_records(reply, update=ArrayRecord(update))
+
+
+def with_records(reply: Message, **records) -> Message:
+    content = RecordDict({**reply.content, **records})
+    return Message(content=content, metadata=reply.metadata)
+
+
+def bytes_as_array(content: bytes) -> Array:
+    return Array(dtype="float32", shape=(12, 5), stype="numpy.ndarray", data=content)
+
+
+def header_of(shape: str) -> bytes:
+    text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117).encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+WEIGHTS = np.zeros((12, 5), np.float32)
+RUBBISH = {
+    "not a number": (lambda r: changed(r, first_w=WEIGHTS * math.nan), "not finite"),
+    "infinite": (lambda r: changed(r, first_w=WEIGHTS + math.inf), "not finite"),
+    "a norm that is infinite": (lambda r: changed(r, first_w=WEIGHTS + np.float32(3e38)), "not finite"),
+    "a wrong shape": (lambda r: changed(r, first_w=WEIGHTS.T), "wrong shape"),
+    "too large": (lambda r: changed(r, first_w=np.zeros((1000, 1000), np.float32)), "wrong shape"),
+    "a header that lies": (
+        lambda r: with_records(
+            r, update=ArrayRecord({**r.content["update"], "first/w": bytes_as_array(header_of("(9999999999, 99)"))})
+        ),
+        "wrong shape",
+    ),
+    "doubles": (lambda r: changed(r, first_w=WEIGHTS.astype(np.float64)[:, :2]), "wrong dtype"),
+    "integers": (lambda r: changed(r, first_w=WEIGHTS.astype(np.int32)), "wrong dtype"),
+    "no numbers at all": (
+        lambda r: with_records(r, update=ArrayRecord({**r.content["update"], "first/w": bytes_as_array(b"rubbish")})),
+        "malformed",
+    ),
+    "pickled objects": (
+        lambda r: with_records(
+            r,
+            update=ArrayRecord(
+                {**r.content["update"], "first/w": bytes_as_array(header_of("(12, 5)").replace(b"'<f4'", b"'|O' "))}
+            ),
+        ),
+        "wrong dtype",
+    ),
+    "an array too many": (lambda r: changed(r, more=WEIGHTS), "malformed"),
+    "no update": (
+        lambda r: Message(content=RecordDict({"order": r.content["order"]}), metadata=r.metadata),
+        "malformed",
+    ),
+    "nothing": (lambda r: Message(content=RecordDict(), metadata=r.metadata), "malformed"),
+    "unasked scores": (lambda r: with_records(r, scores=MetricRecord({"global": 1.0})), "malformed"),
+    "an old token": (lambda r: with_records(r, order=ConfigRecord({"token": "0" * 16})), "replayed"),
+}
+
+
+@pytest.fixture(scope="module")
+def lost_one(tmp_path_factory):
+    """The model when one client's reply never comes, and a client and round for which that matters."""
+    wanted = deployment(tmp_path_factory.mktemp("lost"))
+    grid, drawn = everyone(), []
+    grid.tamper = lambda message, reply, node: (
+        (drawn.append((node.id - 100, message.metadata.group_id)) if trains([message]) else None) or [reply]
+    )
+    play(grid, wanted)
+    whole = model_of(wanted)
+    client = next(k for k, of_round in drawn if of_round == "1")
+    wanted = deployment(tmp_path_factory.mktemp("lost too"))
+    grid = everyone()
+    grid.tamper = without(client, 1)
+    play(grid, wanted)
+    assert not equal(whole, model_of(wanted))
+    return client, model_of(wanted)
+
+
+@pytest.mark.parametrize("kind", RUBBISH)
+def test_rubbish_is_refused_and_counted_and_the_client_counts_as_absent(tmp_path, lost_one, kind):
+    spoil, _ = RUBBISH[kind]
+    client, model = lost_one
+    wanted, grid = deployment(tmp_path), everyone()
+    grid.tamper = lambda message, reply, node: [spoil(reply) if is_of(message, node, client, 1) else reply]
+    (variant,) = play(grid, wanted).variants
+    assert equal(model_of(wanted), model)
+    assert {group.name: group.refused for group in variant.groups if group.refused} == {LEVELS[client]: 1}
+
+
+@pytest.mark.parametrize("kind", RUBBISH)
+def test_each_kind_of_rubbish_is_called_by_its_name(tmp_path, lost_one, kind):
+    spoil, name = RUBBISH[kind]
+    wanted, grid = deployment(tmp_path), everyone()
+    with Ledger(wanted.ledger, fits) as ledger:
+        registry = Registry(wanted, ledger, "run")
+        registry.wait_for_enough(grid)
+        strategy = FedHDP(wanted, registry, Purse(wanted, ledger, "run", [], set()), "run", start_model(MODEL, SEED))
+        grid.tamper = lambda message, reply, node: [spoil(reply) if is_of(message, node, lost_one[0], 1) else reply]
+        strategy.let_in(grid)
+        strategy.start(grid, as_record(start_model(MODEL, SEED)), num_rounds=2)
+    assert strategy.refused[LEVELS[lost_one[0]]] == {name: 1}
+
+
+def test_a_second_reply_to_the_same_message_is_refused_and_the_first_counts(tmp_path):
+    plain, doubled = deployment(tmp_path / "a"), deployment(tmp_path / "b")
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    play(everyone(), plain)
+    grid = everyone()
+    grid.tamper = lambda message, reply, node: [reply, reply] if trains([message]) else [reply]
+    (variant,) = play(grid, doubled).variants
+    assert equal(model_of(plain), model_of(doubled))
+    sent = sum(row.value for row in history_of(doubled) if row.metric == "sent")
+    assert sum(group.refused for group in variant.groups) == sent > 0
+
+
+def test_an_answer_of_an_earlier_round_is_not_taken_for_a_new_one(tmp_path, lost_one):
+    client, model = lost_one
+    wanted, grid, kept = deployment(tmp_path), everyone(), {}
+
+    def replay(message, reply, node):
+        old = kept.setdefault(node.id, reply) if trains([message]) else reply
+        if is_of(message, node, client, 1):  # the words of another round, in an envelope of this one
+            other = next(iter(kept.values())) if old is reply else old
+            return [Message(content=other.content, metadata=reply.metadata)] if other is not reply else []
+        return [reply]
+
+    grid.tamper = replay
+    (variant,) = play(grid, wanted).variants
+    assert equal(model_of(wanted), model)
+    assert sum(group.refused for group in variant.groups) == 1
+
+
+def test_a_client_that_fails_or_is_late_counts_as_absent_and_is_not_refused(tmp_path, lost_one):
+    client, model = lost_one
+    wanted, grid = deployment(tmp_path), everyone()
+    broken = Node(100 + client, APP)
+    grid.tamper = lambda message, reply, node: (
+        [broken.answer(message)] if is_of(message, node, client, 1) else [reply]  # it has no data: its app raises
+    )
+    (variant,) = play(grid, wanted).variants
+    assert equal(model_of(wanted), model)
+    assert sum(group.refused for group in variant.groups) == 0
+
+
+def test_an_update_is_clipped_by_the_server_whatever_the_client_did(tmp_path):
+    levels = {"open": Level(1.0, noise_multiplier=0.0)}
+    wanted = deployment(tmp_path, levels=levels, clip=0.1, rounds=1)
+
+    def greedy(context):
+        return Trainer(lambda parameters, *_: ({k: v + 1e6 for k, v in parameters.items()}, None))
+
+    play_plain(InProcessGrid([Node(1, client_app(greedy))]), wanted)
+    moved = flat(model_of(wanted)) - flat({f"global/{k}": v for k, v in PLAIN_MODEL.items()})
+    assert np.linalg.norm(moved) == pytest.approx(0.1, rel=1e-4)
+
+
+# Choices
+
+
+def held(wanted: Deployment) -> list[str]:
+    with Ledger(wanted.ledger, fits, read_only=True) as ledger:
+        return list(ledger.registered().values())
+
+
+def test_nodes_that_do_not_say_get_the_strictest_level(tmp_path):
+    silent, unknown = Node(1, PLAIN), Node(2, PLAIN, privacy="ultra")
+    mute, failing = ClientApp(), Node(4, PLAIN, privacy="open")
+    nodes = [silent, unknown, Node(3, mute), failing, Node(5, PLAIN, privacy="open")]
+    grid = InProcessGrid(nodes)
+    grid.tamper = lambda message, reply, node: [] if node is failing else [reply]  # it never answers in time
+    wanted = deployment(tmp_path)
+    play_plain(grid, wanted)
+    assert sorted(held(wanted)) == ["open"] + ["strict"] * 4
+
+
+def test_the_strictest_level_is_the_one_of_the_least_epsilon_not_the_first_or_last(tmp_path):
+    levels = {
+        "b": Level(0.5, noise_multiplier=1.0),
+        "a": Level(0.05, noise_multiplier=1.0),
+        "c": Level(0.5, epsilon=math.inf),
+    }
+    assert deployment(tmp_path, levels=levels).strictness == ("a", "b", "c")
+
+
+def test_a_choice_is_never_loosened_and_a_client_that_wants_more_privacy_is_left_alone(tmp_path):
+    def nodes(**levels: str):
+        made = [
+            Node(i, PLAIN, privacy=level, directory=str(tmp_path / who))
+            for i, (who, level) in enumerate(levels.items(), 1)
+        ]
+        return InProcessGrid(made)
+
+    all_in = {name: replace(level, sampling_rate=1.0) for name, level in OFFER.items()}
+    play_plain(nodes(anna="strict", ben="open", cleo="mid"), deployment(tmp_path, levels=all_in, rounds=1))
+    again = deployment(tmp_path, levels=all_in, rounds=1, out=str(tmp_path / "again"))
+    grid = nodes(anna="open", ben="strict", cleo="mid")
+    play_plain(grid, again)
+    assert held(again) == ["strict", "open", "mid"]
+    told = {m.metadata.dst_node_id: m.content["order"]["level"] for m in grid.pushed if trains([m])}
+    assert told == {1: "strict", 3: "mid"}
+
+
+def test_a_client_is_known_again_after_a_restart_and_by_nobody_else_while_it_is_connected(tmp_path):
+    wanted = deployment(tmp_path, rounds=1)
+    first, copy = (Node(i, PLAIN, privacy="open", directory=str(tmp_path / "me")) for i in (1, 2))
+    with Ledger(wanted.ledger, fits) as ledger:
+        registry = Registry(wanted, ledger, "run")
+        grid = InProcessGrid([first, copy])
+        registry.listen(grid)
+        assert list(registry.node_of.values()) == [1]
+        del grid.nodes[1]
+        registry.listen(grid)
+        assert list(registry.node_of.values()) == [2]
+        assert len(registry.members) == 1
+
+
+# Paying
+
+
+def test_every_round_is_charged_before_anything_of_it_is_sent(tmp_path):
+    wanted, grid, seen = deployment(tmp_path, rounds=4), everyone(app=PLAIN), []
+    grid.on_push = lambda messages: seen.append((trains(messages), charged(wanted))) if trains(messages) else None
+    play_plain(grid, wanted)
+    assert seen
+    assert [count for _, count in seen] == [
+        int(m) + 1 for m in dict.fromkeys(m.metadata.group_id for m in grid.pushed if trains([m]))
+    ]
+
+
+def test_a_round_in_which_nobody_is_drawn_or_reachable_is_charged_too(tmp_path):
+    levels = {"strict": Level(0.0, noise_multiplier=1.0)}
+    wanted, grid = deployment(tmp_path, levels=levels), InProcessGrid([Node(1, PLAIN)])
+    play_plain(grid, wanted)
+    assert charged(wanted) == 3
+    assert not trains(grid.pushed)
+
+
+def budgeted(tmp_path, when_spent: str) -> Deployment:
+    levels = {name: replace(level, sampling_rate=1.0) for name, level in OFFER.items()}
+    mechanism = deployment(tmp_path, levels=levels).mechanism({"open": 2, "mid": 3, "strict": 3})
+    two_rounds = compose([spend(mechanism, mechanism.groups[1], 2)], 1e-4)
+    budgets = {"mid": LifetimeBudget(two_rounds * 1.001, 1e-4)}
+    return deployment(tmp_path, levels=levels, rounds=5, budgets=budgets, when_spent=when_spent)
+
+
+def test_a_run_stops_before_the_round_that_would_pass_a_budget(tmp_path):
+    wanted = budgeted(tmp_path, "stop")
+    (variant,) = play_plain(everyone(app=PLAIN), wanted).variants
+    assert variant.rounds == 2
+    assert "would pass the budget of 'mid'" in variant.stopped
+    assert charged(wanted) == 2
+
+
+def test_a_group_whose_budget_is_spent_is_left_out_and_sent_nothing(tmp_path):
+    wanted, grid = budgeted(tmp_path, "leave_out"), everyone(app=PLAIN)
+    (variant,) = play_plain(grid, wanted).variants
+    assert variant.rounds == 5
+    rounds = {group.name: group.rounds for group in variant.groups}
+    assert rounds == {"open": 5, "mid": 2, "strict": 5}
+    late = {m.content["order"]["level"] for m in grid.pushed if trains([m]) and int(m.metadata.group_id) >= 2}
+    assert late == {"open", "strict"}
+    strict = variant.groups[2]
+    with Ledger(wanted.ledger, fits, read_only=True) as ledger:
+        assert strict.epsilon == pytest.approx(compose(ledger.spent("strict"), 1e-4))
+
+
+# Coming late, and going on
+
+
+def test_a_client_that_joins_late_takes_part_and_the_epsilons_of_both_mechanisms_add_up(tmp_path):
+    levels = {name: replace(level, sampling_rate=1.0) for name, level in OFFER.items()}
+    wanted, grid = deployment(tmp_path, levels=levels, rounds=4), everyone(app=PLAIN)
+    late = grid.nodes.pop(107)
+
+    def join(messages):
+        if trains(messages) and messages[0].metadata.group_id == "1":
+            grid.nodes[107] = late
+
+    grid.on_push = join
+    (variant,) = play_plain(grid, wanted).variants
+    rounds = [int(m.metadata.group_id) for m in late.heard if trains([m])]
+    assert rounds == [2, 3]
+    assert [group.clients for group in variant.groups] == [2, 3, 3]
+    with Ledger(wanted.ledger, fits, read_only=True) as ledger:
+        assert [run.charged for run in ledger.runs()] == [2, 2]
+        assert [run.mechanism.clients for run in ledger.runs()] == [7, 8]
+        assert variant.groups[2].epsilon == pytest.approx(compose(ledger.spent("strict"), 1e-4))
+
+
+class Crash(BaseException):
+    """The end of a ServerApp."""
+
+
+@pytest.mark.parametrize("moment", ["while sending", "after the replies"])
+def test_a_run_that_crashed_goes_on_to_the_same_model_and_what_was_sent_twice_is_charged_twice(
+    tmp_path, moment, monkeypatch
+):
+    server = ServerStep("adam", learning_rate=0.1, average=0.9)
+    whole = deployment(tmp_path / "whole", rounds=5, server=server)
+    broken = deployment(tmp_path / "broken", rounds=5, server=server)
+    (tmp_path / "whole").mkdir(), (tmp_path / "broken").mkdir()
+    play_plain(everyone(tmp_path / "whole", PLAIN), whole)
+    grid = everyone(tmp_path / "broken", PLAIN)
+
+    def crash(messages):
+        if trains(messages) and messages[0].metadata.group_id == "2":
+            raise Crash
+
+    if moment == "while sending":
+        grid.on_push = crash
+        with pytest.raises(Crash):
+            play_plain(grid, broken)
+    else:
+        append = results.VariantFolder.append_history
+
+        def append_or_crash(self, rows):
+            append(self, rows)
+            if any(row.round == 3 for row in rows):
+                raise Crash
+
+        with monkeypatch.context() as patch:
+            patch.setattr(results.VariantFolder, "append_history", append_or_crash)
+            with pytest.raises(Crash):
+                play_plain(grid, broken)
+    assert charged(broken) == 3
+    again = everyone(tmp_path / "broken", PLAIN)
+    again.nodes = {node.id + 1000: node for node in again.nodes.values()}  # other nodes, the same clients
+    for id, node in again.nodes.items():
+        node.id = id
+    (variant,) = play_plain(again, broken).variants
+    assert variant.rounds == 5
+    assert charged(broken) == 6
+    assert equal(model_of(whole), model_of(broken))
+    assert [row for row in history_of(whole) if row.metric == "clip"] == [
+        row for row in history_of(broken) if row.metric == "clip"
+    ]
+    assert held(broken) == LEVELS
+
+
+def test_a_folder_of_another_deployment_is_refused_and_a_finished_one_is_left_alone(tmp_path):
+    wanted = deployment(tmp_path, rounds=1)
+    first = play_plain(everyone(app=PLAIN), wanted)
+    with pytest.raises(ValueError, match="holds a run of another deployment"):
+        play_plain(everyone(app=PLAIN), replace(wanted, rounds=2))
+    grid = everyone(app=PLAIN)
+    assert play_plain(grid, wanted) == first
+    assert not grid.pushed
+
+
+def test_an_older_ledger_than_the_checkpoint_is_refused(tmp_path):
+    wanted, grid = deployment(tmp_path, rounds=3), everyone(tmp_path, PLAIN)
+
+    def crash(messages):
+        if trains(messages) and messages[0].metadata.group_id == "2":
+            raise Crash
+
+    grid.on_push = crash
+    with pytest.raises(Crash):
+        play_plain(grid, wanted)
+    Path(wanted.ledger).unlink()
+    with pytest.raises(ValueError, match="only 0 are charged"):
+        play_plain(everyone(tmp_path, PLAIN), wanted)
+
+
+# The client's side
+
+
+def heard(node: Node, kind: str) -> list[Message]:
+    return [message for message in node.heard if message.metadata.message_type == kind]
+
+
+def one_client(tmp_path, **config) -> Node:
+    return Node(1, PLAIN, privacy="strict", directory=str(tmp_path / "me"), **config)
+
+
+ALWAYS = {"strict": Level(1.0, noise_multiplier=1.0), "open": Level(1.0, noise_multiplier=0.0)}
+
+
+def test_a_reply_carries_the_update_and_the_scores_when_asked_and_nothing_else(tmp_path):
+    wanted, grid, replies = (
+        deployment(tmp_path, levels=ALWAYS, evaluate_every=2),
+        InProcessGrid([one_client(tmp_path)]),
+        [],
+    )
+    grid.tamper = lambda message, reply, node: (
+        (replies.append((message, reply)) if trains([message]) else None) or [reply]
+    )
+    play_plain(grid, wanted)
+    assert [set(reply.content) for _, reply in replies] == [{"order", "update"}] * 2 + [{"order", "update", "scores"}]
+    for message, reply in replies:
+        assert dict(reply.content["order"]) == {"token": message.content["order"]["token"]}
+        assert set(reply.content["update"]) == set(PLAIN_MODEL)
+    assert set(replies[-1][1].content["scores"]) == {"global", "personal"}
+
+
+def test_an_owner_may_keep_scores_to_itself(tmp_path):
+    wanted = deployment(tmp_path, levels=ALWAYS, evaluate_every=1)
+    (variant,) = play_plain(InProcessGrid([one_client(tmp_path, scores=False)]), wanted).variants
+    assert variant.groups[0].personal_accuracy is None
+    assert variant.groups[0].refused == 0
+
+
+def test_the_personal_model_survives_a_restart_and_a_new_run(tmp_path):
+    play_plain(InProcessGrid([one_client(tmp_path)]), deployment(tmp_path, levels=ALWAYS, rounds=2))
+    personal = Folder(tmp_path / "me").personal()
+    np.testing.assert_allclose(personal["w"], np.full((2, 3), 0.5))
+    play_plain(
+        InProcessGrid([one_client(tmp_path)]), deployment(tmp_path, levels=ALWAYS, rounds=1, out=str(tmp_path / "two"))
+    )
+    np.testing.assert_allclose(Folder(tmp_path / "me").personal()["w"], np.full((2, 3), 0.75))
+
+
+def test_a_client_declines_rounds_once_its_own_budget_is_spent_whatever_the_server_says(tmp_path):
+    three = compose([(1.0, 1.0, "poisson", 3)], 1e-5)
+    node = one_client(tmp_path, epsilon=three * 1.001, delta=1e-5)
+    wanted, grid, updates = deployment(tmp_path, levels=ALWAYS, rounds=5, clip=1.0), InProcessGrid([node]), []
+    grid.tamper = lambda message, reply, node: (
+        (updates.append("update" in reply.content) if trains([message]) else None) or [reply]
+    )
+    (variant,) = play_plain(grid, wanted).variants
+    assert updates == [True, True, True, False, False]
+    assert variant.groups[0].refused == 0
+    Path(wanted.ledger).unlink()  # a server that has forgotten everything
+    updates.clear()
+    play_plain(grid, replace(wanted, out=str(tmp_path / "two")))
+    assert updates == [False] * 5
+
+
+def test_a_client_counts_the_rounds_in_which_it_was_not_drawn_too(tmp_path):
+    node = one_client(tmp_path)
+    wanted = deployment(tmp_path, levels={"strict": Level(0.4, noise_multiplier=1.0)}, rounds=8, clip=1.0)
+    play_plain(InProcessGrid([node]), wanted)
+    last = max(int(message.metadata.group_id) for message in heard(node, "train"))
+    assert len(heard(node, "train")) < last + 1
+    with Ledger(tmp_path / "me" / "client.ledger", fits, read_only=True) as ledger:
+        assert sum(rounds for *_, rounds in ledger.spent("this client")) == last + 1
+
+
+def test_a_budget_without_a_place_to_count_in_means_that_nothing_is_sent(tmp_path):
+    grid, updates = InProcessGrid([Node(1, PLAIN, privacy="strict", epsilon=100.0)]), []
+    grid.tamper = lambda message, reply, node: (
+        (updates.append("update" in reply.content) if trains([message]) else None) or [reply]
+    )
+    play_plain(grid, deployment(tmp_path, levels=ALWAYS))
+    assert updates == [False] * 3
+
+
+@pytest.mark.parametrize("change", [{"given_multiplier": 0.5}, {"sampling_rate": 1.5}])
+def test_a_client_declines_a_round_that_is_looser_than_it_was_promised(tmp_path, change):
+    wanted, node = deployment(tmp_path, levels=ALWAYS, rounds=2), one_client(tmp_path)
+    grid, answered = InProcessGrid([node]), []
+
+    def loosen(messages):
+        for message in messages:
+            if trains([message]) and message.metadata.group_id == "1":
+                message.content["order"].update(change)
+
+    grid.on_push = loosen
+    grid.tamper = lambda message, reply, node: (
+        (answered.append("update" in reply.content) if trains([message]) else None) or [reply]
+    )
+    play_plain(grid, wanted)
+    assert answered == [True, False]
+
+
+def test_a_client_that_was_never_asked_declines_a_level_that_it_did_not_choose(tmp_path):
+    wanted, node = deployment(tmp_path, levels=ALWAYS, rounds=1), one_client(tmp_path)
+    grid = InProcessGrid([node])
+    play_plain(grid, wanted)
+    (message,) = heard(node, "train")
+    (tmp_path / "me" / "promises.json").unlink()
+    message.content["order"]["level"] = "open"
+    assert node.answer(message).content["order"]["declined"] == "chose strict, not open"
+
+
+# Configuration and files
+
+
+def test_a_deployment_is_read_from_flat_keys_and_what_is_wrong_is_named():
+    flat_keys = {
+        "out": "runs/one",
+        "ledger": "population.ledger",
+        "rounds": 5,
+        "clip.initial": 0.5,
+        "levels.opted out.epsilon": math.inf,
+        "levels.opted out.sampling-rate": 0.5,
+        "levels.strict.noise-multiplier": 1.0,
+        "levels.strict.sampling-rate": 0.5,
+        "training.epochs": 2,
+        "app.data": "the app's own",
+    }
+    read = from_run_config(flat_keys)
+    assert read.levels["opted out"] == Level(0.5, epsilon=math.inf)
+    assert read.training.epochs == 2
+    assert read.strictest == "strict"
+    with pytest.raises(ValueError, match="unknown field `epoch`"):
+        from_run_config(flat_keys | {"training.epoch": 3})
+    with pytest.raises(ValueError, match="either a noise_multiplier or an epsilon"):
+        from_run_config(flat_keys | {"levels.strict.epsilon": 3.0})
+    with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
+        from_run_config(flat_keys | {"rounds": 0})
+
+
+def test_a_deployments_folder_reads_like_a_simulations(tmp_path):
+    wanted = deployment(tmp_path, evaluate_every=1)
+    score = score_with(MODEL, POPULATION.server_x_N, POPULATION.server_y_N)
+    summary = serve(everyone(), wanted, start_model(MODEL, SEED), score)
+    assert results.read_value(Path(wanted.out) / results.SUMMARY, Summary) == summary
+    assert results.VariantFolder(Path(wanted.out) / "fedhdp").result() == summary.variants[0]
+    assert summary.variants[0].server_accuracy == pytest.approx(
+        score({name.removeprefix("global/"): array for name, array in model_of(wanted).items()})
+    )
+    assert {row.metric for row in history_of(wanted)} >= {"clip", "drawn", "sent", "replies", "refused", "epsilon"}
+    assert not (Path(wanted.out) / "fedhdp" / results.CHECKPOINT).exists()
+    assert json.loads((Path(wanted.out) / results.RUN).read_text())["id"].startswith("run-")
+
+
+def test_a_model_goes_into_a_row_and_back():
+    assert equal(unflat(flat(PLAIN_MODEL), PLAIN_MODEL), PLAIN_MODEL)

@@ -1,7 +1,8 @@
 """A whole deployment on one machine: a SuperLink, five SuperNodes of three privacy levels, training to a table.
 
-    python demo.py             # everything in a temporary folder, everything stopped afterwards
-    python demo.py --keep DIR  # in a folder of your choice, which stays
+    python demo.py                # everything in a temporary folder, everything stopped afterwards
+    python demo.py --simulate 20  # no SuperNodes: twenty virtual clients in Flower's simulation engine
+    python demo.py --keep DIR     # in a folder of your choice, which stays
 
 ``Fleet`` starts and stops the processes; the project's tests use it too.
 """
@@ -55,6 +56,9 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         for name in list(self.processes):
             self.stop(name, signal.SIGTERM)
+        for orphan in self.all_of("fl"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(orphan, signal.SIGKILL)
 
     def start(self, name: str, *command: str) -> subprocess.Popen:
         """Start a process that writes to a log of its name."""
@@ -75,6 +79,15 @@ class Fleet:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+    def all_of(self, command: str) -> list[int]:
+        """The processes of this fleet with this in their command, also those whose parents are gone."""
+        found, mine = [], f"FLWR_HOME={self.env['FLWR_HOME']}\0".encode()
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mine in (entry / "environ").read_bytes() and command.encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+        return found
 
     def log(self, name: str) -> Path:
         """Where a process writes."""
@@ -116,10 +129,13 @@ class Fleet:
             raise RuntimeError(f"flwr {' '.join(arguments)}: {done.stdout}{done.stderr}")
         return done.stdout
 
-    def submit(self, app: Path, **run_config: object) -> str:
-        """Start a run of an app; its id."""
+    def submit(self, app: Path, virtual_clients: int = 0, **run_config: object) -> str:
+        """Start a run of an app, on the SuperNodes or with virtual clients; its id."""
         said = " ".join(f"{key.replace('_', '-')}={json.dumps(value)}" for key, value in run_config.items())
-        settings = ("--run-config", said) if said else ()
+        settings = ["--run-config", said] if said else []
+        if virtual_clients:
+            cpus = f"client-resources-num-cpus=1 init-args-num-cpus={len(os.sched_getaffinity(0))}"
+            settings += ["--federation-config", f"num-supernodes={virtual_clients} {cpus}"]
         answer = json.loads(self.flwr("run", str(app), "local", *settings, "--format", "json"))
         if "run-id" not in answer:
             raise RuntimeError(f"the run was not taken: {answer}")
@@ -170,33 +186,48 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keep", type=Path, help="work in this folder and leave it there")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--simulate", type=int, default=0, metavar="N", help="with N virtual clients")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with contextlib.ExitStack() as stack:
         folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flower-demo-")))
-        folder = folder.resolve()
-        fleet = stack.enter_context(Fleet(folder))
+        fleet = stack.enter_context(Fleet(folder.resolve()))
         begun = time.monotonic()
-        fleet.superlink()
-        print(f"SuperLink at 127.0.0.1:{fleet.port}, logs in {folder}", flush=True)
-        for number, (owner, level) in enumerate(OWNERS.items()):
-            choice = {} if level is None else {"privacy": level}
-            fleet.supernode(owner, wait=False, partition_id=number, directory=str(folder / owner), **choice)
-        print(", ".join(f"{owner}: {level or 'does not say'}" for owner, level in OWNERS.items()), flush=True)
-        out, ledger = folder / "run", folder / "population.ledger"
-        run = fleet.submit(HERE, out=str(out), ledger=str(ledger), rounds=arguments.rounds)
-        fleet.follow(run)
-        shown = stack.enter_context(open(fleet.log(f"run {run}")))
+        out, ledger = fleet.folder / "run", fleet.folder / "population.ledger"
+        settings = {"out": str(out), "ledger": str(ledger), "rounds": arguments.rounds}
+        if arguments.simulate:
+            fleet.superlink("--insecure", "--simulation")
+            run = fleet.submit(HERE, arguments.simulate, least_clients=arguments.simulate, **settings)
+        else:
+            fleet.superlink()
+            start_owners(fleet)
+            run = fleet.submit(HERE, **settings)
+        print(f"run {run} at 127.0.0.1:{fleet.port}, logs in {fleet.folder}", flush=True)
+        show_progress(fleet, run, out)
+        print_results(out, ledger)
+        print(f"{time.monotonic() - begun:.0f} seconds in all; stopping everything", flush=True)
+
+
+def start_owners(fleet: Fleet) -> None:
+    """A SuperNode for each owner, with the level that the owner chose."""
+    for number, (owner, level) in enumerate(OWNERS.items()):
+        choice = {} if level is None else {"privacy": level}
+        fleet.supernode(owner, wait=False, partition_id=number, directory=str(fleet.folder / owner), **choice)
+    print(", ".join(f"{owner}: {level or 'does not say'}" for owner, level in OWNERS.items()), flush=True)
+
+
+def show_progress(fleet: Fleet, run: str, out: Path) -> None:
+    """Wait until a run is done, and print what its ServerApp says about rounds and clients."""
+    fleet.follow(run)
+    with open(fleet.log(f"run {run}")) as said:
 
         def done() -> bool:
-            for line in shown:
+            for line in said:
                 if "round " in line or "client" in line:
                     print(line.split(":", 1)[-1].strip(), flush=True)
             return (out / "summary.json").exists()
 
         fleet.wait_until(done, 240, f"run {run}")
-        print_results(out, ledger)
-        print(f"{time.monotonic() - begun:.0f} seconds in all; stopping everything", flush=True)
 
 
 def print_results(out: Path, ledger: Path) -> None:

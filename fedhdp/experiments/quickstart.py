@@ -34,7 +34,7 @@ def quickstart() -> Experiment:
     return Experiment(
         name="quickstart",
         about=quickstart.__doc__ or "",
-        rounds=300,
+        rounds=500,
         data=Handwriting(clients=2000, split="one_digit"),
         mechanism=_two_levels(weight),
         variants=_comparison(weight),

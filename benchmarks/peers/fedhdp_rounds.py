@@ -1,0 +1,73 @@
+"""This project, with or without personal models: the whole of ``Simulation.play``, until its result is there."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import fedhdp  # before JAX: it makes each core a device
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import jax
+import jaxlib
+import work as w
+from jax.flatten_util import ravel_pytree
+
+from fedhdp.client import LocalTraining
+from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.models import mlp
+from fedhdp.population import Population, examples
+from fedhdp.simulate import Simulation
+
+
+def plain(work: w.Work) -> Mechanism:
+    """What the peers do: one group, a fixed clip."""
+    group = PrivacyGroup("all", work.clients, work.noise_multiplier, work.cohort / work.clients)
+    return Mechanism((group,), work.clip, sampling="fixed")
+
+
+def whole(work: w.Work) -> Mechanism:
+    """What the paper does: groups with their own noise and weight, personal models, a clip that adapts."""
+    rate, public = work.cohort / work.clients, max(1, work.clients // 20)
+    groups = (
+        PrivacyGroup("private", work.clients - public, work.noise_multiplier, rate, weight=0.1),
+        PrivacyGroup("opted out", public, 0.0, rate),
+    )
+    return Mechanism(groups, AdaptiveClip(work.clip), sampling="fixed")
+
+
+def main() -> None:
+    asked = w.asked()
+    work, data, personal = asked.work, w.data(asked.work), asked.options.get("personal", False)
+    train = examples(
+        data.x_KM.reshape(-1, w.SIDE, w.SIDE),
+        data.y_KM.reshape(-1).astype(np.int32),
+        np.full(work.clients, work.samples),
+    )
+    population = Population("benchmark", train, train, data.server_x_N, data.server_y_N.astype(np.int32), w.CLASSES)
+    model = mlp(w.INPUTS, work.hidden, w.CLASSES)
+    training = LocalTraining(work.epochs, work.batch, work.learning_rate, personalise=personal)
+    mechanism = whole(work) if personal else plain(work)
+    simulation = Simulation(population, model, mechanism, training, seed=work.seed)
+    w1, b1, w2, b2 = w.start(work)
+    theta_P, _ = ravel_pytree({"first": {"w": w1, "b": b1}, "rest": {"w": w2, "b": b2}})
+    state = simulation.start()
+    first = jax.device_put(state.server._replace(theta_P=theta_P), simulation.engine.everywhere)
+    state = state._replace(server=first)
+
+    def play(number: int) -> None:
+        nonlocal state
+        state = simulation.play(state)
+        jax.block_until_ready((state.server, state.personal_KP))
+
+    seconds = w.time_rounds(asked, play)
+    trained = simulation.engine.unravel(state.server.theta_P)
+    parts = [trained["first"]["w"], trained["first"]["b"], trained["rest"]["w"], trained["rest"]["b"]]
+    came = round(mechanism.expected_cohort)
+    steps = came * training.epochs * -(-work.samples // training.batch_size) * (2 if personal else 1)
+    versions = {"fedhdp": fedhdp.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    device = f"{len(jax.devices())} × {jax.devices()[0].device_kind}"
+    w.answer(asked, data, seconds, steps, [np.asarray(part) for part in parts], versions, device=device)
+
+
+main()

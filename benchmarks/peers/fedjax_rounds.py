@@ -1,0 +1,73 @@
+"""FedJAX: its federated averaging, unchanged. It has no clipping and no noise, so it does less than is asked."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import work as w
+
+asked = w.asked()
+if asked.options.get("devices", 1) > 1:  # before JAX starts
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={asked.options['devices']}"
+
+import fedjax  # noqa: E402
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import jaxlib  # noqa: E402
+import numpy as np  # noqa: E402
+from fedjax.algorithms import fed_avg  # noqa: E402
+
+work, data = asked.work, w.data(asked.work)
+steps = 0
+
+
+class Client(fedjax.ClientDataset):
+    """A client whose batches are those of the work: its own batches run on over the ends of epochs."""
+
+    def shuffle_repeat_batch(self, hparams=None, **kwargs) -> Iterator[dict[str, jnp.ndarray]]:
+        global steps
+        order = np.random.permutation(len(self))
+        x, y = (self.raw_examples[name][order] for name in ("x", "y"))
+        x = x.astype(np.float32) / 255
+        cuts = range(0, len(self), hparams.batch_size)
+        batches = [{"x": x[cut : cut + hparams.batch_size], "y": y[cut : cut + hparams.batch_size]} for cut in cuts]
+        if asked.options.get("backend") != "pmap":  # that one stacks clients in numpy itself
+            batches = jax.device_put(batches)
+        steps += hparams.num_epochs * len(batches)
+        return [batch for _ in range(hparams.num_epochs) for batch in batches]
+
+
+def loss(model, batch, rng):
+    logits = jnp.maximum(batch["x"] @ model["w1"] + model["b1"], 0) @ model["w2"] + model["b2"]
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][:, None], axis=1)[:, 0]
+
+
+def main() -> None:
+    x_KM = data.x_KM.reshape(work.clients, work.samples, w.INPUTS)
+    y_KM = data.y_KM.astype(np.int32)
+    fedjax.set_for_each_client_backend(asked.options.get("backend", "jit"))
+    algorithm = fed_avg.federated_averaging(
+        fedjax.grad(loss),
+        fedjax.optimizers.sgd(work.learning_rate),
+        fedjax.optimizers.sgd(1.0),
+        fedjax.ShuffleRepeatBatchHParams(batch_size=work.batch, num_epochs=work.epochs),
+    )
+    state = algorithm.init(dict(zip(("w1", "b1", "w2", "b2"), map(jnp.asarray, w.start(work)))))
+
+    def play(number: int) -> None:
+        nonlocal state
+        cohort = np.random.default_rng([work.seed, number]).choice(work.clients, work.cohort, replace=False)
+        keys = jax.random.split(jax.random.PRNGKey(number), work.cohort)
+        clients = [(int(k), Client({"x": x_KM[k], "y": y_KM[k]}), key) for k, key in zip(cohort, keys)]
+        state, _ = algorithm.apply(state, clients)
+        jax.block_until_ready(state.params)
+
+    seconds = w.time_rounds(asked, play)
+    parts = [np.asarray(state.params[name]) for name in ("w1", "b1", "w2", "b2")]
+    versions = {"fedjax": fedjax.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    w.answer(asked, data, seconds, steps / (asked.warm_up + asked.rounds), parts, versions)
+
+
+main()

@@ -1,0 +1,146 @@
+"""Apple's pfl: federated averaging in its simulated backend, with its Gaussian mechanism applied centrally.
+
+With two processes it is run as its documentation says: the same script twice, with each other's addresses.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import work as w
+
+
+def rounds() -> None:
+    import numpy as np
+    import torch
+    from pfl.aggregate.simulate import SimulatedBackend
+    from pfl.algorithm.base import NNAlgorithmParams
+    from pfl.algorithm.federated_averaging import FederatedAveraging
+    from pfl.callback.base import TrainingProcessCallback
+    from pfl.data.dataset import Dataset
+    from pfl.data.federated_dataset import FederatedDataset
+    from pfl.data.sampling import get_user_sampler
+    from pfl.hyperparam import NNTrainHyperParams
+    from pfl.internal.ops import pytorch_ops
+    from pfl.metrics import Metrics
+    from pfl.model.pytorch import PyTorchModel
+    from pfl.privacy.gaussian_mechanism import GaussianMechanism
+    from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism
+    from pfl.version import __version__
+
+    asked = w.asked()
+    work, data = asked.work, w.data(asked.work)
+    torch.set_num_threads(asked.options.get("threads", 1))
+    np.random.seed(work.seed)  # the same in every process, or they would draw different cohorts
+    steps = 0
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(w.INPUTS, work.hidden)
+            self.rest = torch.nn.Linear(work.hidden, w.CLASSES)
+
+        def loss(self, x, y):
+            nonlocal steps
+            steps += 1
+            return torch.nn.functional.cross_entropy(self.rest(torch.relu(self.first(x))), y)
+
+        def metrics(self, x, y):
+            return {}
+
+    class Clock(TrainingProcessCallback):
+        """When each round ended."""
+
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def on_train_begin(self, *, model):
+            self.times.append(time.perf_counter())
+            return Metrics()
+
+        def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):
+            self.times.append(time.perf_counter())
+            return False, Metrics()
+
+    net = Net()
+    with torch.no_grad():
+        for mine, part in zip(net.parameters(), w.start(work)):
+            mine.copy_(torch.from_numpy(part.T))
+    model = PyTorchModel(
+        net, partial(torch.optim.SGD, fused=True), central_optimizer=torch.optim.SGD(net.parameters(), lr=1.0)
+    )
+    x_KM = torch.from_numpy(data.x_KM).reshape(work.clients, work.samples, w.INPUTS)
+    y_KM = torch.from_numpy(data.y_KM)
+
+    def client(number: int) -> Dataset:
+        return Dataset((x_KM[number].float() / 255, y_KM[number]), user_id=str(number))
+
+    train = FederatedDataset(client, get_user_sampler("minimize_reuse", list(range(work.clients))))
+    privacy = CentrallyAppliedPrivacyMechanism(GaussianMechanism(work.clip, work.noise_multiplier))
+    backend = SimulatedBackend(training_data=train, val_data=train, postprocessors=[privacy])
+    played = asked.warm_up + asked.rounds
+    clock = Clock()
+    FederatedAveraging().run(
+        NNAlgorithmParams(
+            central_num_iterations=played,
+            evaluation_frequency=played + 1,
+            train_cohort_size=work.cohort,
+            val_cohort_size=0,
+        ),
+        backend,
+        model,
+        NNTrainHyperParams(
+            local_num_epochs=work.epochs, local_learning_rate=work.learning_rate, local_batch_size=work.batch
+        ),
+        callbacks=[clock],
+    )
+    world = pytorch_ops.distributed.world_size
+    if world > 1:
+        total = torch.tensor(float(steps))
+        torch.distributed.all_reduce(total)
+        steps = total.item()
+    if pytorch_ops.distributed.global_rank == 0:
+        seconds = np.diff(clock.times)[asked.warm_up :].tolist()
+        parts = [part.detach().numpy().T for part in net.parameters()]
+        evaluated = asked.options.get("evaluated", 0)
+        w.answer(
+            asked,
+            data,
+            seconds,
+            steps / played - evaluated,
+            parts,
+            {"pfl": __version__, "torch": torch.__version__},
+            processes=world,
+        )
+
+
+def processes(count: int) -> None:
+    """Run this script once for each process."""
+    ports = []
+    for _ in range(count):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            ports.append(free.getsockname()[1])
+    addresses = ",".join(f"localhost:{port}" for port in ports)
+    started = [
+        subprocess.Popen(
+            [sys.executable, *sys.argv],
+            env={**os.environ, "PFL_WORKER_ADDRESSES": addresses, "PFL_WORKER_RANK": str(rank)},
+        )
+        for rank in range(count)
+    ]
+    if any([process.wait() for process in started]):
+        raise SystemExit("a process failed")
+
+
+if __name__ == "__main__":
+    count = w.asked().options.get("processes", 1)
+    if count > 1 and "PFL_WORKER_RANK" not in os.environ:
+        processes(count)
+    else:
+        rounds()

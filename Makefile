@@ -3,13 +3,20 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test lint install clean lock
+.PHONY: run test lint install clean lock flower-demo bench
 
 run: install
 	$(BIN)/fedhdp run $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest -n auto $(ARGS)
+
+flower-demo: install  # a SuperLink and five SuperNodes on this machine: training to a table, then everything is stopped
+	$(BIN)/python examples/flower_app/demo.py $(ARGS)
+
+bench:  # the engine against its peers; standard output is the benchmark's alone
+	@$(MAKE) --silent install >&2
+	@$(BIN)/python benchmarks/bench.py $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

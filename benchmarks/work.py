@@ -1,4 +1,4 @@
-"""The work that is timed, the same for every peer, and how a peer is asked and answers. Plain numpy: every environment has it.
+"""The work that is timed, the same for every peer, and how a peer is asked and answers. In plain numpy.
 
 The paper's non-IID MNIST round: 100 clients of 2,000, 30 images of at most two digits each, 25 epochs in batches of 20 and
 10, a 784-50-10 network of rectified units, gradient descent at rate 0.5, updates clipped as a whole, their mean, Gaussian
@@ -143,7 +143,13 @@ def time_rounds(asked: Asked, play: Callable[[int], None]) -> list[float]:
 
 
 def answer(
-    asked: Asked, data: Data, seconds: list[float], steps: float, model: list[np.ndarray], versions: dict[str, str], **more: Any
+    asked: Asked,
+    data: Data,
+    seconds: list[float],
+    steps: float,
+    model: list[np.ndarray],
+    versions: dict[str, str],
+    **more: Any,
 ) -> None:
     """Write down what was measured, with what shows that the work was done: steps of a round, loss before and after."""
     told = {

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import numpy as np
 import pytest
 
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.population import Population, examples
+
+# Tests compile the same small programs in many processes: they share what is compiled.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "fedhdp-tests-compiled"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 
 def tiny_population(sizes: list[int], inputs: int = 12, classes: int = 3, seed: int = 0) -> Population:

@@ -410,6 +410,31 @@ def test_a_choice_is_never_loosened_and_a_client_that_wants_more_privacy_is_left
     assert told == {1: "strict", 3: "mid"}
 
 
+def test_a_node_that_goes_before_it_has_answered_is_not_registered(tmp_path):
+    wanted = deployment(tmp_path)
+    grid = InProcessGrid([Node(1, PLAIN, privacy="open"), Node(2, PLAIN)])
+    grid.tamper = lambda message, reply, node: [] if node.id == 2 else [reply]
+    with Ledger(wanted.ledger, fits) as ledger:
+        registry = Registry(wanted, ledger, "run")
+        registry.listen(grid)
+        del grid.nodes[2]
+        registry.wait_for_enough(grid)
+        assert list(registry.members.values()) == ["open"]
+
+
+def test_nobody_can_claim_to_be_a_node_of_another_number(tmp_path):
+    impostor = client_app(add_one)
+    wanted = deployment(tmp_path)
+    with Ledger(wanted.ledger, fits) as ledger:
+        registry = Registry(wanted, ledger, "run")
+        grid = InProcessGrid([Node(1, PLAIN), Node(2, impostor)])
+        grid.tamper = lambda message, reply, node: [
+            with_records(reply, choice=ConfigRecord({"client": "node 1"})) if node.id == 2 else reply
+        ]
+        registry.listen(grid)
+        assert registry.node_of == {"node 1": 1, "node 2": 2}
+
+
 def test_a_client_is_known_again_after_a_restart_and_by_nobody_else_while_it_is_connected(tmp_path):
     wanted = deployment(tmp_path, rounds=1)
     first, copy = (Node(i, PLAIN, privacy="open", directory=str(tmp_path / "me")) for i in (1, 2))
@@ -644,6 +669,25 @@ def test_a_client_counts_the_rounds_in_which_it_was_not_drawn_too(tmp_path):
     assert len(heard(node, "train")) < last + 1
     with Ledger(tmp_path / "me" / "client.ledger", fits, read_only=True) as ledger:
         assert sum(rounds for *_, rounds in ledger.spent("this client")) == last + 1
+
+
+def test_a_personal_model_of_another_kind_is_an_error_and_is_not_overwritten(tmp_path):
+    folder = Folder(tmp_path / "me")
+    folder.keep_personal({"other": np.ones(2, np.float32)})
+    wanted, grid = deployment(tmp_path, levels=ALWAYS, rounds=1), InProcessGrid([one_client(tmp_path)])
+    (variant,) = play_plain(grid, wanted).variants
+    assert [row.value for row in history_of(wanted) if row.metric == "replies"] == [0.0]
+    assert set(folder.personal()) == {"other"}
+    assert variant.rounds == 1
+
+
+def test_a_client_that_does_not_say_is_promised_the_strictest_level_also_where_another_has_more_noise(tmp_path):
+    levels = {"rare": Level(0.01, noise_multiplier=0.9), "often": Level(1.0, noise_multiplier=1.0)}
+    wanted = deployment(tmp_path, levels=levels, rounds=1)
+    assert wanted.strictest == "rare"
+    play_plain(InProcessGrid([Node(1, PLAIN, directory=str(tmp_path / "me"))]), wanted)
+    (promise,) = Folder(tmp_path / "me").promises().values()
+    assert (promise.noise_multiplier, promise.sampling_rate) == (0.9, 0.01)
 
 
 def test_a_budget_without_a_place_to_count_in_means_that_nothing_is_sent(tmp_path):

@@ -72,6 +72,14 @@ def test_the_example_says_what_it_promises(tmp_path):
     assert from_run_config(run_config(tmp_path)).strictness == ("strict", "relaxed", "open")
 
 
+def test_the_pytorch_client_runs_in_the_same_app(tmp_path, modules):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    config = run_config(tmp_path, rounds=2, **{"app.samples": 20})
+    (variant,) = play(modules("torch_client").app, modules("server_app").app, config).variants
+    assert sum(group.refused for group in variant.groups) == 0
+    assert all(group.personal_accuracy > 0.2 for group in variant.groups)
+
+
 def test_the_pytorch_client_takes_the_same_steps_as_the_built_in_one(modules):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     population, model = tiny_population([6]), mlp(12, 5, 3)

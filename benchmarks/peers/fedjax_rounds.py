@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -26,7 +27,7 @@ steps = 0
 class Client(fedjax.ClientDataset):
     """A client whose batches are those of the work: its own batches run on over the ends of epochs."""
 
-    def shuffle_repeat_batch(self, hparams=None, **kwargs) -> Iterator[dict[str, jnp.ndarray]]:
+    def shuffle_repeat_batch(self, hparams=None, **kwargs) -> Sequence[dict[str, jnp.ndarray]]:
         global steps
         order = np.random.permutation(len(self))
         x, y = (self.raw_examples[name][order] for name in ("x", "y"))
@@ -66,7 +67,7 @@ def main() -> None:
 
     seconds = w.time_rounds(asked, play)
     parts = [np.asarray(state.params[name]) for name in ("w1", "b1", "w2", "b2")]
-    versions = {"fedjax": fedjax.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    versions = {"fedjax": version("fedjax"), "jax": jax.__version__, "jaxlib": jaxlib.__version__}
     w.answer(asked, data, seconds, steps / (asked.warm_up + asked.rounds), parts, versions)
 
 

@@ -107,12 +107,11 @@ def rounds() -> None:
     if pytorch_ops.distributed.global_rank == 0:
         seconds = np.diff(clock.times)[asked.warm_up :].tolist()
         parts = [part.detach().numpy().T for part in net.parameters()]
-        evaluated = asked.options.get("evaluated", 0)
         w.answer(
             asked,
             data,
             seconds,
-            steps / played - evaluated,
+            steps / played,
             parts,
             {"pfl": __version__, "torch": torch.__version__},
             processes=world,
@@ -134,7 +133,8 @@ def processes(count: int) -> None:
         )
         for rank in range(count)
     ]
-    if any([process.wait() for process in started]):
+    ended = [process.wait() for process in started]
+    if any(ended):
         raise SystemExit("a process failed")
 
 

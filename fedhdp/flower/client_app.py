@@ -74,7 +74,7 @@ def client_app(
         except Declined as error:
             return decline_message(message, order, str(error))
         mine = trainer(context)
-        trained, personal = mine.fit(parameters, kept.personal() or parameters, order.pull, order.round)
+        trained, personal = mine.fit(parameters, _personal(kept, parameters) or parameters, order.pull, order.round)
         if personal is not None:
             kept.keep_personal(personal)
         update = {name: trained[name] - array for name, array in parameters.items()}
@@ -83,7 +83,7 @@ def client_app(
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
         parameters, order = read_order(message)
-        scores = _scores(trainer(context), order, context, parameters, _kept(context).personal())
+        scores = _scores(trainer(context), order, context, parameters, _personal(_kept(context), parameters))
         return reply_message(message, order, None, scores)
 
     return app
@@ -92,6 +92,15 @@ def client_app(
 def _kept(context: Context) -> Memory:
     directory = context.node_config.get("directory")
     return Folder(Path(str(directory))) if directory else Memory(context.state)
+
+
+def _personal(kept: Memory, parameters: Arrays) -> Arrays | None:
+    """The client's own model, if it has one; one of another kind is not overwritten, but an error."""
+    personal = kept.personal()
+    shapes = [{name: array.shape for name, array in (model or {}).items()} for model in (personal, parameters)]
+    if personal is not None and shapes[0] != shapes[1]:
+        raise ValueError(f"the personal model that this client keeps is of another model: {shapes[0]}, not {shapes[1]}")
+    return personal
 
 
 def _agree(kept: Memory, order: Order, level: str | None, context: Context) -> None:

@@ -119,9 +119,9 @@ class Folder(Memory):
 
 
 def promised(offer: Offer, level: str | None) -> Promise:
-    """What the client's level is promised; who does not say is promised what the noisiest level is."""
-    levels = dict(zip(offer.level, zip(offer.noise_multiplier, offer.sampling_rate)))
-    return Promise(*(levels[level] if level in levels else max(levels.values())))
+    """What the client's level is promised; who does not say is promised what the strictest level is."""
+    place = offer.level.index(level) if level in offer.level else 0
+    return Promise(offer.noise_multiplier[place], offer.sampling_rate[place])
 
 
 def check(order: Order, promise: Promise | None, level: str | None) -> None:

@@ -42,7 +42,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """The levels that a run offers, by name, and what each is promised."""
+    """The levels that a run offers, the strictest first, and what each is promised."""
 
     run: str
     level: list[str]
@@ -120,7 +120,7 @@ def read_choice(message: Message | None) -> Choice:
         return Choice(None, None)
     said = message.content.config_records["choice"]
     level, client = (said.get(key) for key in Choice._fields)
-    if not (isinstance(client, str) and 0 < len(client) <= 64 and client.isascii() and client.isprintable()):
+    if not (isinstance(client, str) and len(client) <= 64 and client.isascii() and client.isalnum()):
         client = None
     return Choice(level if isinstance(level, str) else None, client)
 

@@ -31,9 +31,10 @@ class Registry:
         self.node_of: dict[str, int] = {}
         self._pending: dict[str, tuple[int, float]] = {}  # message -> node, and until when it may answer
         self._known: set[int] = set()  # nodes that were asked
-        groups = deployment.mechanism(dict.fromkeys(deployment.levels, 1)).groups
+        of_level = {group.name: group for group in deployment.mechanism(dict.fromkeys(deployment.levels, 1)).groups}
+        groups = [of_level[name] for name in deployment.strictness]
         noise, rates = [group.noise_multiplier for group in groups], [group.sampling_rate for group in groups]
-        self._offer = Offer(run, [group.name for group in groups], noise, rates)
+        self._offer = Offer(run, list(deployment.strictness), noise, rates)
 
     def listen(self, grid: Grid) -> None:
         """Ask the nodes that are new and take in those that have answered; this does not wait."""
@@ -48,7 +49,7 @@ class Registry:
             names = {message.metadata.message_id: node for node, message in messages.items()}
             self._pending |= {name: (node, until) for name, node in names.items() if name in sent}
             self._known |= {node for name, node in names.items() if name in sent}
-        self._settle(grid)
+        self._settle(grid, connected)
 
     def wait_for_enough(self, grid: Grid, look_every: float = 0.1) -> None:
         """Wait until enough clients are reachable and all that were asked have answered or had their time."""
@@ -66,16 +67,17 @@ class Registry:
         """The node of a client that can be sent a round."""
         return None if client in self.withdrawn else self.node_of.get(client)
 
-    def _settle(self, grid: Grid) -> None:
+    def _settle(self, grid: Grid, connected: set[int]) -> None:
         if not self._pending:
             return
         answers = {reply.metadata.reply_to_message_id: reply for reply in grid.pull_messages(sorted(self._pending))}
         for message, (node, until) in sorted(self._pending.items(), key=lambda item: item[1]):
             reply = answers.get(message)
-            if reply is None and time.monotonic() < until:
+            if reply is None and time.monotonic() < until and node in connected:
                 continue
             del self._pending[message]
-            if reply is not None and reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE:
+            lost = reply is not None and reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE
+            if lost or (reply is None and node not in connected):
                 self._known.discard(node)  # it is gone; should it come back it is asked again
             else:
                 self._register(node, reply)
@@ -83,22 +85,25 @@ class Registry:
     def _register(self, node: int, reply: Message | None) -> None:
         said = read_choice(reply)
         client, offered = said.client or f"node {node}", self.deployment.levels
+        name = f"client {client[:8]}" if said.client else client  # who reads a log need not know an identity
         if self.node_of.get(client, node) != node:
-            log(WARNING, "node %d says that it is client %s, which is connected as another: not let in", node, client)
+            log(WARNING, "node %d says that it is %s, which is connected as another: not let in", node, name)
             self._known.discard(node)  # the other may only be slow to go: ask again
             return
         level = said.level if said.level in offered else self.deployment.strictest
-        if said.level not in offered:
-            log(WARNING, "client %s chose %r, which is no level on offer: %s", client, said.level, level)
+        if said.level is None:
+            log(INFO, "%s does not say which level it wants and gets the strictest, %s", name, level)
+        elif said.level not in offered:
+            log(WARNING, "%s wants %r, which is not on offer, and gets the strictest, %s", name, said.level, level)
         held = self.ledger.register(client, level)
         if held not in offered:
-            log(WARNING, "client %s is held to level %r, which is not on offer: not let in", client, held)
+            log(WARNING, "%s is held to level %r, which is not on offer: not let in", name, held)
             return
         self.node_of[client] = node
         self.members.setdefault(client, held)
         self.withdrawn.discard(client)
         if self.deployment.stricter(level, than=held):
             self.withdrawn.add(client)
-            log(WARNING, "client %s wants %s now and has been in %s: it is sent nothing more", client, level, held)
+            log(WARNING, "%s wants %s now and has been in %s: it is sent nothing more", name, level, held)
         elif level != held:
-            log(WARNING, "client %s wants %s now and stays in %s: a level is never loosened", client, level, held)
+            log(WARNING, "%s wants %s now and stays in %s: a level is never loosened", name, level, held)

@@ -209,7 +209,7 @@ class FedHDP(Strategy):
         except Refused as error:
             self.refused[asked.order.level][error.kind] += 1
             counts[error.kind] += 1
-            log(INFO, "a reply of client %s is refused: %s", asked.client, error)
+            log(INFO, "a reply from %s is refused: %s", asked.order.level, error)
         return None
 
     def _score_rows(self, round: int, scores: dict[str, dict[str, float]]) -> list[Row]:

@@ -1,0 +1,116 @@
+"""Flower's simulation on Ray: its federated averaging in its own wrapper for clipping and noise, a PyTorch client.
+
+The rounds run from Python; the runtime is the one behind ``flwr run``.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # for the workers
+os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
+os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+import torch
+import work as w
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
+from flwr.simulation import run_simulation
+
+client_app = ClientApp()
+
+
+@functools.lru_cache(maxsize=1)
+def worker(work: w.Work) -> tuple[torch.Tensor, torch.Tensor, torch.nn.Module]:
+    """What a worker keeps from client to client."""
+    torch.set_num_threads(1)
+    data = w.data(work)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(w.INPUTS, work.hidden), torch.nn.ReLU(), torch.nn.Linear(work.hidden, w.CLASSES)
+    )
+    return torch.from_numpy(data.x_KM).flatten(2), torch.from_numpy(data.y_KM), net
+
+
+@client_app.train()
+def train(message: Message, context: Context) -> Message:
+    work = w.Work(**json.loads(message.content["config"]["work"]))
+    x_KM, y_KM, net = worker(work)
+    client = int(context.node_config["partition-id"])
+    local = list(net.parameters())
+    with torch.no_grad():
+        for mine, part in zip(local, message.content["arrays"].to_numpy_ndarrays()):
+            mine.copy_(torch.from_numpy(part))
+    optimiser = torch.optim.SGD(local, lr=work.learning_rate, fused=True)
+    loss = torch.nn.CrossEntropyLoss()
+    order = torch.randperm(work.samples)
+    x, y = x_KM[client][order].float() / 255, y_KM[client][order]
+    batches = list(zip(x.split(work.batch), y.split(work.batch)))
+    steps = 0
+    for _ in range(work.epochs):
+        for x_B, y_B in batches:
+            optimiser.zero_grad()
+            loss(net(x_B), y_B).backward()
+            optimiser.step()
+            steps += 1
+    arrays = ArrayRecord([mine.detach().numpy() for mine in local])
+    metrics = MetricRecord({"num-examples": work.samples, "steps": steps})
+    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+
+def main() -> None:
+    from flower_rounds import client_app  # workers find it by this name
+
+    asked = w.asked()
+    work, data = asked.work, w.data(asked.work)
+    server_app, told = ServerApp(), {}
+
+    @server_app.main()
+    def serve(grid: Grid, context: Context) -> None:
+        average = FedAvg(
+            fraction_train=work.cohort / work.clients,
+            fraction_evaluate=0.0,
+            min_train_nodes=work.cohort,
+            min_evaluate_nodes=0,
+            min_available_nodes=work.clients,
+        )
+        strategy = DifferentialPrivacyServerSideFixedClipping(
+            average, noise_multiplier=work.noise_multiplier, clipping_norm=work.clip, num_sampled_clients=work.cohort
+        )
+        times = []
+        told["times"] = times
+        told["result"] = strategy.start(
+            grid=grid,
+            initial_arrays=ArrayRecord([part.T.copy() for part in w.start(work)]),
+            train_config=ConfigRecord({"work": json.dumps(dataclasses.asdict(work))}),
+            num_rounds=asked.warm_up + asked.rounds,
+            evaluate_fn=lambda number, arrays: times.append(time.perf_counter()),
+        )
+
+    workers = asked.options.get("workers", 2)
+    run_simulation(
+        server_app,
+        client_app,
+        num_supernodes=work.clients,
+        backend_config={"init_args": {"num_cpus": workers}, "client_resources": {"num_cpus": 1}},
+    )
+    import flwr
+    import ray
+
+    seconds = [after - before for before, after in zip(told["times"], told["times"][1:])][asked.warm_up :]
+    result = told["result"]
+    steps = [metrics["steps"] * work.cohort for metrics in result.train_metrics_clientapp.values()]
+    parts = [part.T for part in result.arrays.to_numpy_ndarrays()]
+    versions = {"flwr": flwr.__version__, "ray": ray.__version__, "torch": torch.__version__}
+    w.answer(asked, data, seconds, sum(steps) / len(steps), parts, versions, workers=workers)
+
+
+if __name__ == "__main__":
+    main()

@@ -57,9 +57,7 @@ class Engine:
         self.everywhere = NamedSharding(self.mesh, PartitionSpec())
         start, self.unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, jax.eval_shape(model.init, jax.random.key(0))))
         self.parameters = start.size
-        graphs = (
-            {"xla_gpu_graph_min_graph_size": 1} if on_gpu else None
-        )  # a step is many small kernels: launch them as one
+        graphs = {"xla_gpu_graph_min_graph_size": 1} if on_gpu else None  # many small kernels, launched as one
         self.round = jax.jit(self._round, static_argnums=0, donate_argnums=(1, 3), compiler_options=graphs)
         self._room = jax.jit(jnp.zeros, static_argnums=0, out_shardings=self.by_client)
         self.scores = jax.jit(self._scores)

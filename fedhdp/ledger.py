@@ -186,11 +186,11 @@ class Ledger:
         require(group != "", "group", group, "a name")
         with self._transaction():
             self._refuse_to_mix(registering=True)
-            held = self.registered().get(client)
-            if held is None:
+            known = self._db.execute('SELECT "group" FROM registrations WHERE client = ?', (client,)).fetchone()
+            if known is None:
                 self._db.execute("INSERT OR IGNORE INTO groups VALUES (?, 0, 0, NULL, NULL)", (group,))
                 self._db.execute("INSERT INTO registrations VALUES (?, ?, ?)", (client, group, _now()))
-            return held or group
+            return known[0] if known else group
 
     def registered(self) -> dict[str, str]:
         """Every client that ever registered with the group that it is held to, the oldest first."""
@@ -272,7 +272,7 @@ class Ledger:
 
     def _refuse_to_mix(self, registering: bool) -> None:
         """A file either holds ranges of clients to their groups or registered ones: neither can vouch for the other."""
-        held = set(self.registered().values())
+        held = {name for (name,) in self._db.execute('SELECT DISTINCT "group" FROM registrations')}
         if registering and any(self.clients(name) and name not in held for name in self.groups()):
             raise LedgerError(f"{self.path}: its clients are numbered, so none can register; take another file")
         if held and not registering:

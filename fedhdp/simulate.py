@@ -77,7 +77,9 @@ class Simulation:
 
     def start(self) -> State:
         """The state before the first round."""
-        theta_P, _ = ravel_pytree(self.engine.model.init(jax.random.wrap_key_data(jnp.asarray(stream(self.seed, MODEL, 0)))))
+        theta_P, _ = ravel_pytree(
+            self.engine.model.init(jax.random.wrap_key_data(jnp.asarray(stream(self.seed, MODEL, 0))))
+        )
         state = jax.device_put(server.start(self.mechanism, self.step, theta_P), self.engine.everywhere)
         personal_KP = self.engine.no_personal_models(self.population.clients) if self.training.personalise else None
         return State(0, state, personal_KP, np.ones(self.population.clients, bool))

@@ -300,21 +300,49 @@ def test_a_half_written_file_is_never_read_as_a_whole_one(tmp_path, monkeypatch)
 
 BAD = {
     "an unknown key": ("seed = 1", "sede = 1", r"unknown field sede = 1"),
-    "an unknown key in a group": ("weight = 0.1", "wieght = 0.1", r"unknown field mechanism\.groups\[1\]\.wieght = 0\.1"),
+    "an unknown key in a group": (
+        "weight = 0.1",
+        "wieght = 0.1",
+        r"unknown field mechanism\.groups\[1\]\.wieght = 0\.1",
+    ),
     "a wrong type": ("epochs = 1", 'epochs = "many"', r"training\.epochs: .*\('many'\)"),
     "a negative number": ("noise_multiplier = 0.0", "noise_multiplier = -1.0", r"noise_multiplier must be .*got -1\.0"),
     "not a number": ("learning_rate = 0.1", "learning_rate = nan", r"learning_rate must be .*got nan"),
     "a sampling rate above 1": ("sampling_rate = 0.3", "sampling_rate = 1.5", r"sampling_rate must be .*got 1\.5"),
     "groups that do not add up": ("clients = 15", "clients = 14", r"add up to data\.clients, 20, got 19"),
-    "a dataset that does not exist": ('name = "handwriting"', 'name = "cats"', r"data\.name must be one of handwriting.*'cats'"),
-    "a model that does not exist": ('name = "mlp"', 'name = "llm"', r"model\.name must be one of mlp, cnn, linear, got 'llm'"),
-    "an algorithm that does not exist": ('"dp_fedavg"', '"dpfedavg"', r"algorithm must be one of fedhdp.*got 'dpfedavg'"),
-    "noise and epsilon both": ("epsilon = 8.0", "epsilon = 8.0\nnoise_multiplier = 1.0", "either a noise_multiplier or an epsilon"),
+    "a dataset that does not exist": (
+        'name = "handwriting"',
+        'name = "cats"',
+        r"data\.name must be one of handwriting.*'cats'",
+    ),
+    "a model that does not exist": (
+        'name = "mlp"',
+        'name = "llm"',
+        r"model\.name must be one of mlp, cnn, linear, got 'llm'",
+    ),
+    "an algorithm that does not exist": (
+        '"dp_fedavg"',
+        '"dpfedavg"',
+        r"algorithm must be one of fedhdp.*got 'dpfedavg'",
+    ),
+    "noise and epsilon both": (
+        "epsilon = 8.0",
+        "epsilon = 8.0\nnoise_multiplier = 1.0",
+        "either a noise_multiplier or an epsilon",
+    ),
     "neither noise nor epsilon": ("epsilon = 8.0", "", "either a noise_multiplier or an epsilon"),
-    "a group that does not exist": ('algorithm = "fedhdp"', 'algorithm = "fedhdp"\nweights = {nobody = 1.0}', "weights must be .*'nobody'"),
-    "a budget without a ledger": ("[data]", "[budgets.private]\nepsilon = 1.0\ndelta = 1e-4\n[data]", "budgets must be with a ledger"),
+    "a group that does not exist": (
+        'algorithm = "fedhdp"',
+        'algorithm = "fedhdp"\nweights = {nobody = 1.0}',
+        "weights must be .*'nobody'",
+    ),
+    "a budget without a ledger": (
+        "[data]",
+        "[budgets.private]\nepsilon = 1.0\ndelta = 1e-4\n[data]",
+        "budgets must be with a ledger",
+    ),
     "no TOML": ("rounds = 12", "rounds = = 12", "is no TOML"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", BAD)

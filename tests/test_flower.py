@@ -32,6 +32,7 @@ from fedhdp.flower.spending import Purse
 from fedhdp.flower.strategy import FedHDP
 from fedhdp.ledger import Ledger
 from fedhdp.mechanism import AdaptiveClip
+from fedhdp.metrics import SERVER
 from fedhdp.models import mlp
 from fedhdp.outcome import Summary
 from fedhdp.server import ServerStep
@@ -288,27 +289,33 @@ def lost_one(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", RUBBISH)
 def test_rubbish_is_refused_and_counted_and_the_client_counts_as_absent(tmp_path, lost_one, kind):
-    spoil, _ = RUBBISH[kind]
+    spoil, name = RUBBISH[kind]
     client, model = lost_one
     wanted, grid = deployment(tmp_path), everyone()
     grid.tamper = lambda message, reply, node: [spoil(reply) if is_of(message, node, client, 1) else reply]
     (variant,) = play(grid, wanted).variants
     assert equal(model_of(wanted), model)
     assert {group.name: group.refused for group in variant.groups if group.refused} == {LEVELS[client]: 1}
+    told = {(row.group, row.metric): row.value for row in history_of(wanted) if row.metric.startswith("refused:")}
+    assert told == {(LEVELS[client], f"refused: {name}"): 1.0}
 
 
-@pytest.mark.parametrize("kind", RUBBISH)
-def test_each_kind_of_rubbish_is_called_by_its_name(tmp_path, lost_one, kind):
-    spoil, name = RUBBISH[kind]
-    wanted, grid = deployment(tmp_path), everyone()
-    with Ledger(wanted.ledger, fits) as ledger:
-        registry = Registry(wanted, ledger, "run")
-        registry.wait_for_enough(grid)
-        strategy = FedHDP(wanted, registry, Purse(wanted, ledger, "run", [], set()), "run", start_model(MODEL, SEED))
-        grid.tamper = lambda message, reply, node: [spoil(reply) if is_of(message, node, lost_one[0], 1) else reply]
-        strategy.let_in(grid)
-        strategy.start(grid, as_record(start_model(MODEL, SEED)), num_rounds=2)
-    assert strategy.refused[LEVELS[lost_one[0]]] == {name: 1}
+def test_an_answer_to_a_message_that_was_never_sent_is_refused_and_counted(tmp_path):
+    plain, haunted = deployment(tmp_path / "a"), deployment(tmp_path / "b")
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    play(everyone(), plain)
+    grid, ghost = everyone(), Message(RecordDict(), 1, "train")
+    ghost.metadata.__dict__["_message_id"] = "a message of last year"
+
+    def haunt(message, reply, node):
+        return [reply, Message(reply.content, reply_to=ghost)] if trains([message]) else [reply]
+
+    grid.tamper = haunt
+    play(grid, haunted)
+    assert equal(model_of(plain), model_of(haunted))
+    sent = sum(row.value for row in history_of(haunted) if row.metric == "sent")
+    strange = [row.value for row in history_of(haunted) if (row.group, row.metric) == (SERVER, "refused: replayed")]
+    assert strange[-1] == sent > 0
 
 
 def test_a_second_reply_to_the_same_message_is_refused_and_the_first_counts(tmp_path):
@@ -570,6 +577,27 @@ def test_a_run_that_crashed_goes_on_to_the_same_model_and_what_was_sent_twice_is
         row for row in history_of(broken) if row.metric == "clip"
     ]
     assert held(broken) == LEVELS
+
+
+def test_a_crash_in_the_first_round_of_a_newcomer_is_charged_under_a_name_of_its_own(tmp_path):
+    wanted, grid = deployment(tmp_path, rounds=4), everyone(tmp_path, PLAIN)
+    late = {id: grid.nodes.pop(id) for id in (106, 107)}
+
+    def join_and_crash(messages):
+        if trains(messages) and messages[0].metadata.group_id == "1":
+            grid.nodes[107] = late[107]
+        if trains(messages) and messages[0].metadata.group_id == "2":
+            raise Crash
+
+    grid.on_push = join_and_crash
+    with pytest.raises(Crash):
+        play_plain(grid, wanted)
+    (variant,) = play_plain(everyone(tmp_path, PLAIN), wanted).variants
+    assert [group.clients for group in variant.groups] == [2, 3, 3]
+    with Ledger(wanted.ledger, fits, read_only=True) as ledger:
+        assert [(run.charged, run.mechanism.clients) for run in ledger.runs()] == [(2, 6), (1, 7), (2, 8)]
+    assert variant.groups[2].rounds == 4
+    assert "2 mechanisms composed" in variant.groups[2].epsilon_basis
 
 
 def test_a_folder_of_another_deployment_is_refused_and_a_finished_one_is_left_alone(tmp_path):

@@ -231,10 +231,13 @@ class FedHDP(Strategy):
     def _round_rows(self, came: Counter[str]) -> list[Row]:
         assert self.state is not None
         rows = [Row(self.round, SERVER, "global", "clip", float(self.state.clip))]
+        if self.strangers:
+            rows.append(Row(self.round, SERVER, "global", "refused: replayed", float(self.strangers)))
         sent = Counter(asked.order.level for asked in self._asked)
         for name, epsilon in self.purse.epsilon().items():
             values: dict[str, float] = {"drawn": self._drawn[name], "sent": sent[name], "replies": came[name]}
             values |= {"refused": self.refused[name].total(), "epsilon": epsilon}
+            values |= {f"refused: {kind}": count for kind, count in self.refused[name].items()}
             rows += [Row(self.round, name, "global", metric, float(value)) for metric, value in values.items()]
         return rows
 

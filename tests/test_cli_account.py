@@ -128,7 +128,7 @@ def test_an_experiment_is_a_table_of_its_groups_once_for_variants_that_cost_the_
     opted_out, private = found["mechanisms"][2]["groups"]
     assert (opted_out["group"], opted_out["opted_out"], opted_out["epsilon"]) == ("opted out", True, None)
     assert private["epsilon"] == pytest.approx(accounting.epsilon_of(1.5, 0.05, 500, 1e-4))
-    assert private["epsilon_pld"] == pytest.approx(accounting.epsilon_of(1.5, 0.05, 300, 1e-4, "pld"))
+    assert private["epsilon_pld"] == pytest.approx(accounting.epsilon_of(1.5, 0.05, 500, 1e-4, "pld"))
     assert private["epsilon_tuned"] > private["epsilon"]
     words = fedhdp("account", "quickstart")[0]
     assert re.search(r"private +1,900 +0\.05 +1\.5 +0\.0001 +2\.746 +2\.447", words)

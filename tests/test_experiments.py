@@ -1,4 +1,4 @@
-"""Experiments as values and as runs on disk: written and read, killed and resumed, paid for, refused when they make no sense."""
+"""Experiments as values and as runs on disk: written and read, killed and resumed, paid for, refused where they must be."""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ class Engine:
         self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
         self.devices = len(self.mesh.devices)
         on_gpu = jax.default_backend() == "gpu"
-        self.chunk = chunk or (128 if on_gpu else 8)  # a core's cache holds few clients, a GPU wants many
+        # A core's cache holds few clients; a GPU wants many, and all of them where a client's steps are small.
+        self.chunk = chunk or (8 if not on_gpu else 256 if model.head is not None else 32)
         self.by_client = NamedSharding(self.mesh, PartitionSpec(AXIS))
         self.everywhere = NamedSharding(self.mesh, PartitionSpec())
         start, self.unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, jax.eval_shape(model.init, jax.random.key(0))))
@@ -64,8 +65,10 @@ class Engine:
         self.personal_scores = jax.jit(self._personal_scores)
 
     def slots(self, clients_each: int) -> int:
-        """The capacity for this many clients on each device: whole chunks."""
-        return -(-clients_each // self.chunk) * self.chunk * self.devices
+        """The capacity for this many clients on each device: whole chunks, none larger than need be."""
+        clients_each = max(clients_each, 1)
+        chunks = -(-clients_each // self.chunk)
+        return chunks * -(-clients_each // (8 * chunks)) * 8 * self.devices
 
     def no_personal_models(self, clients: int) -> Array:
         """Room for every client's personal model, on the device where the client lives."""
@@ -124,11 +127,13 @@ class Engine:
     ) -> tuple[Sums, Array | None]:
         """The device's share of the cohort, chunk by chunk: updates summed, personal models moved."""
         theta = self.unravel(theta_P)
+        slots = cohort.came_C.shape[0]
+        chunk = slots // -(-slots // self.chunk)
         held_in = coordinates(self.model, cohort.x_CM.shape[1], self.inputs)
 
         def of_chunk(number: Array, carry: tuple[Sums, Array | None]) -> tuple[Sums, Array | None]:
             sums, personal_KP = carry
-            mine = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, number * self.chunk, self.chunk), cohort)
+            mine = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, number * chunk, chunk), cohort)
             own_C = None
             if personal_KP is not None:  # theta_j ← theta, if not initialised
                 own_C = jax.vmap(self.unravel)(jnp.where(mine.new_C[:, None], theta_P, personal_KP[mine.row_C]))
@@ -153,7 +158,7 @@ class Engine:
 
         nobody_G = jnp.zeros(terms.weight_G.shape, jnp.int32)
         nothing = Sums(jnp.zeros_like(theta_P), jnp.float32(0), nobody_G)
-        chunks = -(-jnp.sum(cohort.came_C) // self.chunk)
+        chunks = -(-jnp.sum(cohort.came_C) // chunk)
         sums, personal_KP = jax.lax.fori_loop(0, chunks, of_chunk, (nothing, personal_KP))
         return jax.lax.psum(sums, AXIS), personal_KP
 

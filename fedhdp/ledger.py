@@ -222,14 +222,14 @@ class Ledger:
             raise LedgerError(f"{self.path}: there is no group {group!r}")
         return None if row[0] is None else Budget(*row)
 
-    def spent(self, group: str) -> tuple[Spend, ...]:
-        """All that a group has spent, over all runs."""
+    def spent(self, group: str, run: str | None = None) -> tuple[Spend, ...]:
+        """All that a group has spent, over all runs or in one."""
         with self._in_words():
             return tuple(
                 self._db.execute(
                     "SELECT noise_multiplier, sampling_rate, sampling, SUM(rounds) FROM charges"
-                    ' WHERE "group" = ? GROUP BY 1, 2, 3 ORDER BY 1, 2, 3',
-                    (group,),
+                    ' WHERE "group" = ?1 AND run = COALESCE(?2, run) GROUP BY 1, 2, 3 ORDER BY 1, 2, 3',
+                    (group, run),
                 )
             )
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import msgspec
 
+from fedhdp.accounting import Spend, compose, quote, spend
 from fedhdp.mechanism import Mechanism
 from fedhdp.metrics import SERVER, Row
 
@@ -63,21 +64,24 @@ class Summary(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def group_results(
-    mechanism: Mechanism, rounds: Callable[[str], int], delta: Callable[[str], float]
+    mechanism: Mechanism, spent: Callable[[str], Iterable[tuple]], delta: Callable[[str], float]
 ) -> list[GroupResult]:
-    """Every group with what its rounds have cost it, by both accountants."""
+    """Every group with what was spent on it, priced by both accountants; the mechanism is the last that was run."""
     made = []
     for group in mechanism.groups:
+        paid = [one for one in (Spend(*fields) for fields in spent(group.name)) if one.sampling_rate > 0 and one.rounds]
         fields = (group.noise_multiplier, group.sampling_rate, group.weight, group.pull)
-        result = GroupResult(group.name, group.clients, group.opted_out, *fields, rounds=rounds(group.name))
+        rounds = sum(one.rounds for one in paid)
+        result = GroupResult(group.name, group.clients, group.opted_out, *fields, rounds=rounds)
         if ACCOUNTING and not group.opted_out:
-            from fedhdp.accounting import prices
-
             result.delta = delta(group.name)
-            rdp = prices(mechanism, result.rounds, result.delta)[group.name]
-            result.epsilon, result.epsilon_basis = rdp.epsilon, rdp.basis
+            result.epsilon = compose(paid, result.delta)
+            last = spend(mechanism, group)._replace(rounds=rounds)
+            result.epsilon_basis = quote(group.name, result.epsilon, result.delta, last, "rdp").basis
+            if len(paid) > 1:
+                result.epsilon_basis += f", {len(paid)} mechanisms composed, of which this is one"
             if mechanism.sampling == "poisson":
-                result.epsilon_pld = prices(mechanism, result.rounds, result.delta, "pld")[group.name].epsilon
+                result.epsilon_pld = compose(paid, result.delta, "pld")
         made.append(result)
     return made
 

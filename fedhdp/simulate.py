@@ -20,6 +20,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from fedhdp import server
+from fedhdp.accounting import spends
 from fedhdp.client import LocalTraining
 from fedhdp.engine import Engine
 from fedhdp.mechanism import Mechanism, require
@@ -196,7 +197,9 @@ class Trained(NamedTuple):
 
     def result(self, name: str, delta: float = 1e-4) -> VariantResult:
         """A line of a table, with each group's epsilon at this delta."""
-        groups = group_results(self.mechanism, lambda group: self.rounds, lambda group: delta)
+        groups = group_results(
+            self.mechanism, lambda name: [spends(self.mechanism, self.rounds)[name]], lambda name: delta
+        )
         return fill_in(VariantResult(name, "", self.rounds, 0.0, self.repeatable, groups), self.history)
 
 

@@ -237,6 +237,25 @@ def test_a_run_may_go_on_without_the_group_whose_budget_is_spent(tmp_path):
         assert compose(ledger.spent("private"), 1e-4) <= 5.0
 
 
+def test_the_epsilons_of_a_run_that_left_a_group_out_are_those_of_what_was_really_run(tmp_path):
+    chosen = tiny().mechanism
+    open_, private = chosen.groups
+    relaxed = replace(private, name="relaxed", clients=10, epsilon=None, noise_multiplier=0.7, weight=1.0)
+    strict = replace(private, name="strict", clients=5, epsilon=None, noise_multiplier=3.0, weight=1.0)
+    experiment = tiny(
+        mechanism=replace(chosen, groups=(open_, relaxed, strict)),
+        ledger=str(tmp_path / "population.ledger"),
+        budgets={"strict": LifetimeBudget(0.8, 1e-4)},
+        when_spent="leave_out",
+        variants=tiny().variants[1:],
+    )
+    variant = run(experiment, tmp_path / "run", onwards).variants[0]
+    assert 0 < variant.groups[2].rounds < variant.groups[1].rounds == 12
+    with Ledger(experiment.ledger, fits, read_only=True) as ledger:
+        for group in variant.groups[1:]:
+            assert group.epsilon == pytest.approx(compose(ledger.spent(group.name), 1e-4), rel=1e-9)
+
+
 def test_a_ledger_that_cannot_be_used_means_no_round(tmp_path):
     (tmp_path / "no.ledger").write_text("this is no ledger " * 100)
     said = command("run", TINY, "--out", tmp_path / "run", "--ledger", tmp_path / "no.ledger")

@@ -7,9 +7,11 @@ as the experiment chooses. Without the accounting library a run trains all the s
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from msgspec.structs import replace
 
+from fedhdp.accounting import compose, rounds_left, spends
 from fedhdp.experiments.spec import Experiment
 from fedhdp.ledger import BudgetError, Ledger
 from fedhdp.outcome import ACCOUNTING, GroupResult, group_results
@@ -26,7 +28,6 @@ class Payer:
     def __init__(self, experiment: Experiment, simulation: Simulation, ledger: Ledger | None, run: str, completed: int):
         self.experiment, self.simulation, self.ledger, self.run = experiment, simulation, ledger, run
         self.whole = simulation.mechanism  # with everybody in it
-        self.took_part: dict[str, int] = {}  # rounds of the groups that were left out since
         if ledger is not None:
             for name, budget in experiment.budgets.items():
                 known = ledger.budget(name) if name in ledger.groups() else None
@@ -34,24 +35,21 @@ class Payer:
                     ledger.promise(name, budget.epsilon, budget.delta)  # what was promised is never loosened
             ledger.begin(run, self.whole, completed)
 
-    def pay(self, done: int) -> None:
+    def pay(self) -> None:
         """Charge the next round, before anything of it can be seen; raise if nobody is left to go on with."""
         if self.ledger is None:
             return
-        from fedhdp.accounting import spends
-
         while True:
             try:
                 return self.ledger.charge(self.run, spends(self.simulation.mechanism))
             except BudgetError as error:
                 if self.experiment.when_spent == "stop":
                     raise BudgetSpent(str(error)) from error
-                self._leave_out(error.groups, done)
+                self._leave_out(error.groups)
                 if all(group.sampling_rate == 0 for group in self.simulation.mechanism.groups):
                     raise BudgetSpent(f"{error}; nobody is left") from error
 
-    def _leave_out(self, names: tuple[str, ...], done: int) -> None:
-        self.took_part |= dict.fromkeys(names, done)
+    def _leave_out(self, names: tuple[str, ...]) -> None:
         mechanism = self.simulation.mechanism
         groups = (replace(group, sampling_rate=0.0) if group.name in names else group for group in mechanism.groups)
         self.simulation.mechanism = replace(mechanism, groups=tuple(groups))
@@ -60,12 +58,9 @@ class Payer:
         """Each group's epsilon for this run so far, or for all runs where there is a ledger."""
         if not ACCOUNTING:
             return {}
-        from fedhdp.accounting import compose, spend
-
         found = {}
         for group in self.whole.groups:
-            spent = [spend(self.whole, group, rounds)] if self.ledger is None else self.ledger.spent(group.name)
-            delta = self.experiment.delta_of(group.name)
+            spent, delta = self._spent(group.name, rounds, None), self.experiment.delta_of(group.name)
             found[group.name] = math.inf if group.opted_out else compose(spent, delta)
         return found
 
@@ -73,8 +68,6 @@ class Payer:
         """How many more rounds the budgets allow, for the groups that have one."""
         if self.ledger is None:
             return {}
-        from fedhdp.accounting import rounds_left, spends
-
         left = {}
         for name, once in spends(self.whole).items():
             budget = self.ledger.budget(name)
@@ -83,5 +76,8 @@ class Payer:
         return left
 
     def priced(self, rounds: int) -> list[GroupResult]:
-        """Every group with what this run has cost it; a group that was left out has paid for fewer rounds."""
-        return group_results(self.whole, lambda name: self.took_part.get(name, rounds), self.experiment.delta_of)
+        """Every group with what this run has cost it: what the ledger charged, rounds that were run again included."""
+        return group_results(self.whole, lambda name: self._spent(name, rounds, self.run), self.experiment.delta_of)
+
+    def _spent(self, name: str, rounds: int, run: str | None) -> Iterable[tuple]:
+        return [spends(self.whole, rounds)[name]] if self.ledger is None else self.ledger.spent(name, run)

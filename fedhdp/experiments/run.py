@@ -117,7 +117,7 @@ def _run_variant(
 
     while state.round < experiment.rounds:
         try:
-            payer.pay(state.round)
+            payer.pay()
         except BudgetSpent as error:
             stopped = str(error)
             break

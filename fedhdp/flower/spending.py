@@ -13,12 +13,12 @@ from collections.abc import Mapping
 
 import msgspec
 
-from fedhdp.accounting import Spend, compose, quote, spend, spends
+from fedhdp.accounting import Spend, compose, spend, spends
 from fedhdp.experiments.paying import BudgetSpent
 from fedhdp.flower.deployment import Deployment
 from fedhdp.ledger import BudgetError, Ledger
 from fedhdp.mechanism import Mechanism
-from fedhdp.outcome import GroupResult
+from fedhdp.outcome import GroupResult, group_results
 
 replace = msgspec.structs.replace
 
@@ -101,18 +101,4 @@ class Purse:
 
     def priced(self) -> list[GroupResult]:
         """Every group with what this run has cost it, by both accountants."""
-        made = []
-        for group in self.mechanism.groups:
-            spent, delta = self.spent(group.name), self.deployment.delta_of(group.name)
-            fields = (group.noise_multiplier, group.sampling_rate, group.weight, group.pull)
-            rounds = sum(paid.rounds for paid in spent if paid.sampling_rate > 0)
-            result = GroupResult(group.name, group.clients, group.opted_out, *fields, rounds=rounds)
-            if not group.opted_out:
-                result.delta = delta
-                result.epsilon, result.epsilon_pld = compose(spent, delta), compose(spent, delta, "pld")
-                last = spend(self.mechanism, group)._replace(rounds=rounds)
-                result.epsilon_basis = quote(group.name, result.epsilon, delta, last, "rdp").basis
-                if len(self.stretches) > 1:
-                    result.epsilon_basis += f", {len(self.stretches)} mechanisms composed, of which this is the last"
-            made.append(result)
-        return made
+        return group_results(self.mechanism, self.spent, self.deployment.delta_of)

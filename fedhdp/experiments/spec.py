@@ -181,6 +181,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     algorithm: str = "fedhdp"
     weights: dict[str, float] = {}
     pulls: dict[str, float] = {}
+    noise_multipliers: dict[str, float] = {}
     noise: Literal["shared", "per_group"] | None = None  # None: the mechanism's
     sampling: Literal["poisson", "fixed"] | None = None  # None: the mechanism's
 
@@ -191,7 +192,8 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def mechanism(self, chosen: Mechanism) -> Mechanism:
         """What is run, from what the clients chose."""
         names = [group.name for group in chosen.groups]
-        for field, given in (("weights", self.weights), ("pulls", self.pulls)):
+        changes = (("weights", self.weights), ("pulls", self.pulls), ("noise_multipliers", self.noise_multipliers))
+        for field, given in changes:
             for name in given:
                 require(name in names, field, name, f"of groups that exist ({', '.join(names)})")
         groups = tuple(
@@ -199,6 +201,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 group,
                 weight=self.weights.get(group.name, group.weight),
                 pull=self.pulls.get(group.name, group.pull),
+                noise_multiplier=self.noise_multipliers.get(group.name, group.noise_multiplier),
             )
             for group in chosen.groups
         )

@@ -1,18 +1,19 @@
 """What a client does, the right column of the paper's Algorithm 1, written once for many clients at a time.
 
-Axis letters: C clients, T the models of a client (global, personal), M examples of one client (padded), B examples of a
-batch, P parameters.
+Axis letters: C clients, R global models, V personal models, T both, M examples of one client (padded), B examples of a
+batch. Several global models are several runs at once; several personal ones may be pulled towards the same global one.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import msgspec
-from jax.flatten_util import ravel_pytree
+import numpy as np
 
 from fedhdp.mechanism import require
 from fedhdp.models import Array, Model, Parameters
@@ -58,62 +59,73 @@ def as_floats(x: Array) -> Array:
 
 def shuffle(key: Array, count: Array, capacity: int) -> Array:
     """A random order of the client's own examples, padding last; the same whatever the padding."""
-    place_M = jnp.arange(capacity)
-    ticket_M = jax.vmap(lambda place: jax.random.bits(jax.random.fold_in(key, place)) >> 1)(place_M)
-    return jnp.argsort(jnp.where(place_M < count, ticket_M, jnp.uint32(0xFFFFFFFF)))
+    ticket_M = jax.random.bits(key, (capacity,)) >> 1  # more of them begin with the same
+    return jnp.argsort(jnp.where(jnp.arange(capacity) < count, ticket_M, jnp.uint32(0xFFFFFFFF)))
+
+
+def orders(key_C: Array, count_C: Array, capacity: int) -> Array:
+    """The order in which each client trains on its examples."""
+    return jax.vmap(shuffle, in_axes=(0, 0, None))(key_C, count_C, capacity)
+
+
+class Sent(NamedTuple):
+    """The updates of some clients for each global model, in the coordinates they were trained in."""
+
+    update_CR: Parameters
+    norm_CR: Array
 
 
 def client_updates(
     model: Model,
     training: LocalTraining,
-    theta: Parameters,
-    personal_C: Parameters | None,
+    held_in: Coordinates,
+    theta_R: Parameters,
+    personal_CV: Parameters | None,
+    run_V: np.ndarray,
     x_CM: Array,
     y_CM: Array,
     count_C: Array,
-    pull_C: Array,
+    pull_CV: Array,
     key_C: Array,
-    rates: tuple[Array, Array],
-    held_in: Coordinates,
+    rates: Array,
     full: bool = False,
-) -> tuple[Parameters, Parameters | None]:
-    """ClientUpdate: each client's update of the global model, and its personal model after the round.
+) -> tuple[Sent, Parameters | None]:
+    """ClientUpdate: each client's update of each global model, and its personal models after the round.
 
-    ``full``: no client has any padding, so that batches are known beforehand; the results are the same.
+    Examples come as floats, in the order in which they are trained on. ``full``: no client has any padding, so that
+    batches are known beforehand; the results are the same.
     """
     capacity, size = x_CM.shape[1], training.batch_size
-    order_CM = jax.vmap(shuffle, in_axes=(0, 0, None))(key_C, count_C, capacity)
-    x_CM = as_floats(jax.vmap(lambda x_M, order_M: x_M[order_M])(x_CM, order_CM))
-    y_CM = jax.vmap(lambda y_M, order_M: y_M[order_M])(y_CM, order_CM)
+    runs = jax.tree.leaves(theta_R)[0].shape[0]
+    run_T = np.concatenate([np.arange(runs), run_V]).astype(int)
 
-    # A client's global and personal model train side by side (T): theta ← theta − η(∇f + λ(theta − anchor)), λ_global = 0.
-    starts = [None] if personal_C is None else [None, personal_C]
-    entered = [jax.vmap(lambda start, x_M: held_in.enter(theta, start, x_M))(start_C, x_CM) for start_C in starts]
-    held_CT, alone_CT = jax.tree.map(lambda *each: jnp.stack(each, axis=1), *entered)
-    rate_T = jnp.stack(rates[: len(starts)])
-    pull_CT = jnp.stack([jnp.zeros_like(pull_C), pull_C][: len(starts)], axis=1)
-    shared_C = jax.vmap(lambda x_M: held_in.know(theta, x_M))(x_CM)
-    anchor = held_in.anchor(theta, capacity)
+    # All models of a client train side by side (T): theta ← theta − η(∇f + λ(theta − anchor)), λ_global = 0.
+    shared_C = jax.vmap(partial(held_in.know, theta_R))(x_CM)
+    enter = lambda own_V, x_M, shared: held_in.enter(theta_R, own_V, run_V, x_M, shared)  # noqa: E731
+    held_CT, known_CT = jax.vmap(enter)(personal_CV, x_CM, shared_C)
+    anchor_T = held_in.anchor(theta_R, run_T, capacity)
+    rate_T = rates[(np.arange(len(run_T)) >= runs).astype(int)]
+    pull_CT = jnp.concatenate([jnp.zeros((len(x_CM), runs)), pull_CV], axis=1)
 
     def step(epoch: Array, first: Any, size: int, held_CT: Parameters) -> Parameters:
         """One batch B, the same numbers for every client; a client that has no such batch rests at rate 0."""
 
-        def of_client(held_T, alone_T, pull_T, shared, y_M, count, key):
+        def of_client(held_T, known_T, pull_T, y_M, count, key):
             key = jax.random.fold_in(jax.random.fold_in(key, epoch), first)
             y_B = jax.lax.dynamic_slice_in_dim(y_M, first, size)
             real_B = jnp.ones(size, bool) if full else first + jnp.arange(size) < count
             busy = 1.0 if full else jnp.where(first < count, 1.0, 0.0)
 
-            def descend(held, alone, rate, pull):
+            def descend(held, known, rate, pull, anchor):
                 def f(held: Parameters) -> Array:
-                    loss_B = model.loss(held_in.predict(held, alone, shared, first, size, key), y_B)
+                    loss_B = model.loss(held_in.predict(held, known, first, size, key), y_B)
                     return jnp.sum(jnp.where(real_B, loss_B, 0.0)) / jnp.maximum(jnp.sum(real_B), 1)
 
                 return jax.tree.map(lambda h, g, a: h - rate * (g + pull * (h - a)), held, jax.grad(f)(held), anchor)
 
-            return jax.vmap(descend)(held_T, alone_T, busy * rate_T, pull_T)
+            return jax.vmap(descend)(held_T, known_T, busy * rate_T, pull_T, anchor_T)
 
-        return jax.vmap(of_client)(held_CT, alone_CT, pull_CT, shared_C, y_CM, count_C, key_C)
+        return jax.vmap(of_client)(held_CT, known_CT, pull_CT, y_CM, count_C, key_C)
 
     def epoch(number: Array, held_CT: Parameters) -> Parameters:
         whole, rest = (capacity // size, capacity % size) if full else (-(-jnp.max(count_C) // size), 0)
@@ -122,16 +134,21 @@ def client_updates(
         return step(number, whole * size, rest, held_CT) if rest else held_CT  # the last, partial batch is kept
 
     held_CT = jax.lax.fori_loop(0, training.epochs, epoch, held_CT)
-    left = [
-        jax.vmap(lambda held, start, x_M: held_in.leave(held, theta, start, x_M))(
-            jax.tree.map(lambda h_CT, t=t: h_CT[:, t], held_CT), start_C, x_CM
-        )
-        for t, start_C in enumerate(starts)
-    ]
-    update_C = jax.tree.map(lambda trained, start: trained - start, left[0], theta)
-    return update_C, left[1] if personal_C is not None else None
+    held_CR, held_CV = (jax.tree.map(lambda h_CT: h_CT[:, part], held_CT) for part in (slice(runs), slice(runs, None)))  # noqa: B023
+    update_CR = jax.vmap(lambda held_R: jax.vmap(held_in.sent)(held_R, theta_R))(held_CR)
+    of_runs = jax.vmap(held_in.norm, in_axes=(0, None, None))
+    sent = Sent(update_CR, jax.vmap(of_runs)(update_CR, shared_C, x_CM))
+    if personal_CV is None:
+        return sent, None
+    leave = lambda held_V, own_V, x_M: held_in.leave(held_V, theta_R, own_V, run_V, x_M)  # noqa: E731
+    return sent, jax.vmap(leave)(held_CV, personal_CV, x_CM)
 
 
-def flatten(parameters_C: Parameters) -> Array:
-    """Stacked parameters as one row for each client."""
-    return jax.vmap(lambda parameters: ravel_pytree(parameters)[0])(parameters_C)
+def updates_in_full(held_in: Coordinates, sent: Sent, x_CM: Array) -> Parameters:
+    """Each client's updates written out, for a client who has to send them."""
+    one = lambda update_R, x_M: jax.vmap(lambda u: held_in.add(jnp.ones(1), _alone(u), x_M[None]))(update_R)  # noqa: E731
+    return jax.vmap(one)(sent.update_CR, x_CM)
+
+
+def _alone(parameters: Parameters) -> Parameters:
+    return jax.tree.map(lambda leaf: leaf[None], parameters)

@@ -1,195 +1,276 @@
 """One round on many devices: a cohort's clients, a chunk at a time on each device, through client.py and server.py.
 
 Cores are devices (``fedhdp/__init__.py`` asks JAX for one each): a mesh with the single axis ``clients``, few clients at
-a time on each device, so that what a client computes with stays in its core's cache. The same mesh is the GPUs of a
-host. Personal models stay where they are: client k lives on device k mod D, trains there, and only the sums of updates
-cross devices. A cohort is padded to a capacity that rarely changes, so a round compiles once; how many chunks are run
-follows who came.
+a time on each device, so that what a client computes with stays in its core's cache. The same mesh is the GPUs of a host,
+or of several hosts under ``jax.distributed``. Client k lives on device k mod D: its examples and its personal models are
+there, it trains there, and only the sums of updates cross devices. A cohort is padded to a capacity that rarely changes,
+so a round compiles once; how many chunks are run, and at which of a few sizes, follows who came.
 
-Axis letters: K clients of the population, C slots of the cohort, M examples of one client (padded), P parameters.
+Several runs that draw the same cohorts are one program: R global models, V personal ones, each pulled towards the global
+model ``run_V[v]``. What depends on the examples alone is then computed once for all.
+
+Axis letters: K clients of the population, C slots of the cohort, R global models, V personal models, G groups, N examples
+on a device, M examples of one client (padded), P parameters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedhdp.client import LocalTraining, as_floats, client_updates, coordinates, flatten
+from fedhdp.client import LocalTraining, as_floats, client_updates, coordinates, orders
 from fedhdp.mechanism import Terms
-from fedhdp.models import Array, Model
-from fedhdp.population import Population
-from fedhdp.server import ServerState, ServerStep, Sums, clip_and_sum, finish_round
+from fedhdp.models import Array, Model, Parameters
+from fedhdp.server import ServerState, ServerStep, Sums, Updates, clip_and_sum, finish_round
 
 AXIS = "clients"
+BY_CLIENT, EVERYWHERE = PartitionSpec(AXIS), PartitionSpec()
 
 
-class Cohort(NamedTuple):
-    """The clients of a round with their examples, each on the device where it lives; spare slots have not ``came``."""
+class Shape(NamedTuple):
+    """What of an engine is fixed when it is compiled, besides model, training and server step."""
 
-    x_CM: np.ndarray
-    y_CM: np.ndarray
-    count_C: np.ndarray
-    client_C: np.ndarray
-    group_C: np.ndarray
-    came_C: np.ndarray
-    row_C: np.ndarray  # where the client's personal model is, on its device
-    new_C: np.ndarray  # it has none yet
+    inputs: int  # numbers of one example
+    sizes: tuple[int, ...]  # capacities at which clients are trained, the smallest that holds a chunk's clients
+    full: bool  # all clients fill the only capacity
+    anywhere: bool  # all examples are on all devices, and a client may train on any
+    run_V: tuple[int, ...]  # the global model of each personal one
+    runs: int = 1
+
+
+class Slots(NamedTuple):
+    """Who is asked, slot by slot, and where on its device what it needs is; travels as one table of integers."""
+
+    client_C: Any
+    group_C: Any
+    start_C: Any  # its first example
+    count_C: Any  # how many it has
+    row_C: Any  # its personal models; out of bounds for nobody
+    came_C: Any  # 1: somebody is here
+    new_C: Any  # 1: it has no personal models yet
 
 
 class Engine:
-    """A compiled round for one model and one way of training."""
+    """A compiled round for one model, one way of training and one shape of the data."""
 
     def __init__(
-        self, model: Model, training: LocalTraining, server: ServerStep, inputs: int, chunk: int | None = None
+        self, model: Model, training: LocalTraining, server: ServerStep, shape: Shape, chunk: int | None = None
     ):
-        self.model, self.training, self.server, self.inputs = model, training, server, inputs
+        self.model, self.training, self.server, self.shape = model, training, server, shape
+        self.run_V = np.array(shape.run_V, int)
         self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
         self.devices = len(self.mesh.devices)
         on_gpu = jax.default_backend() == "gpu"
         # A core's cache holds few clients; a GPU wants many, and all of them where a client's steps are small.
         self.chunk = chunk or (8 if not on_gpu else 256 if model.head is not None else 32)
-        self.by_client = NamedSharding(self.mesh, PartitionSpec(AXIS))
-        self.everywhere = NamedSharding(self.mesh, PartitionSpec())
-        start, self.unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, jax.eval_shape(model.init, jax.random.key(0))))
+        self.by_client, self.everywhere = NamedSharding(self.mesh, BY_CLIENT), NamedSharding(self.mesh, EVERYWHERE)
+        self.like = jax.eval_shape(model.init, jax.random.key(0))
+        start, self.unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, self.like))
         self.parameters = start.size
         graphs = {"xla_gpu_graph_min_graph_size": 1} if on_gpu else None  # many small kernels, launched as one
-        self.round = jax.jit(self._round, static_argnums=0, donate_argnums=(1, 3), compiler_options=graphs)
-        self._room = jax.jit(jnp.zeros, static_argnums=0, out_shardings=self.by_client)
+        self.round = jax.jit(self._round, donate_argnums=(0, 1), compiler_options=graphs)
         self.scores = jax.jit(self._scores)
-        self.personal_scores = jax.jit(self._personal_scores)
+        self.client_scores = jax.jit(self._client_scores, static_argnums=0)
 
     def slots(self, clients_each: int) -> int:
-        """The capacity for this many clients on each device: whole chunks, none larger than need be."""
-        clients_each = max(clients_each, 1)
-        chunks = -(-clients_each // self.chunk)
-        return chunks * -(-clients_each // (8 * chunks)) * 8 * self.devices
+        """The capacity for this many clients on each device: whole chunks, and few slots that nobody needs."""
+        each = max(clients_each, 1)
+        while self._chunk(each) < min(each, self.chunk / 2):
+            each += 1
+        return each * self.devices
 
-    def no_personal_models(self, clients: int) -> Array:
-        """Room for every client's personal model, on the device where the client lives."""
-        return self._room((-(-clients // self.devices) * self.devices, self.parameters))
+    def _chunk(self, slots_each: int) -> int:
+        """How many clients train at a time: as many as divide the slots, not many more than the chunk."""
+        return max(size for size in range(1, self.chunk + self.chunk // 4 + 1) if slots_each % size == 0)
 
-    def gather(
-        self, population: Population, group_K: np.ndarray, new_K: np.ndarray, clients: np.ndarray, slots: int
-    ) -> Cohort:
-        """These clients with their examples; on each device those with most examples first, so that chunks are alike."""
-        train, each = population.train, slots // self.devices
-        clients = clients[np.argsort(-train.count_K[clients], kind="stable")]
-        at_home = [clients[clients % self.devices == device] for device in range(self.devices)]
-        client_C = np.concatenate([np.pad(mine, (0, each - len(mine))) for mine in at_home]).astype(np.int32)
-        came_C = np.concatenate([np.arange(each) < len(mine) for mine in at_home])
-        most, batch = int(train.count_K.max()), self.training.batch_size
-        x_CM, y_CM = train.take(client_C, most if train.alike else -(-most // batch) * batch)
-        count_C = np.where(came_C, train.count_K[client_C], 0).astype(np.int32)
-        spare_C = len(group_K) + np.arange(slots)  # out of bounds, so that nothing is written
-        row_C = np.where(came_C, client_C // self.devices, spare_C).astype(np.int32)
-        return Cohort(x_CM, y_CM, count_C, client_C, group_K[client_C], came_C, row_C, new_K[client_C])
+    def put(self, value: Any, sharding: NamedSharding) -> Any:
+        """Arrays of the host onto the devices; with several processes each gives the same."""
+        if jax.process_count() == 1:
+            return jax.device_put(value, sharding)
+        whole = lambda a: jax.make_array_from_callback(np.shape(a), sharding, lambda part: np.asarray(a)[part])  # noqa: E731
+        return jax.tree.map(whole, value)
+
+    def fetch(self, value: Array) -> np.ndarray:
+        """An array of the devices on the host, of every host."""
+        return np.asarray(value if value.is_fully_addressable else multihost_utils.process_allgather(value, tiled=True))
 
     def _round(
         self,
-        full: bool,
-        state: ServerState,
-        cohort: Cohort,
-        personal_KP: Array | None,
-        terms: Terms,
-        rates: tuple[Array, Array],
-        batch_key: Array,
-        noise_key: Array,
-    ) -> tuple[ServerState, Array | None]:
-        """One round of Algorithm 1."""
-        batch_key, noise_key = jax.random.wrap_key_data(batch_key), jax.random.wrap_key_data(noise_key)
-        by_client, everywhere = PartitionSpec(AXIS), PartitionSpec()
-        spread = jax.shard_map(
-            partial(self._on_device, full),
-            mesh=self.mesh,
-            in_specs=(everywhere, everywhere, everywhere, by_client, by_client, everywhere, everywhere),
-            out_specs=(everywhere, by_client),
-            check_vma=False,
-        )
-        sums, personal_KP = spread(state.theta_P, state.clip, terms, cohort, personal_KP, rates, batch_key)
-        return finish_round(self.server, terms, state, sums, noise_key), personal_KP
+        state_R: ServerState,
+        personal_K: Parameters | None,
+        x_N: Array,
+        y_N: Array,
+        slots: Array,
+        terms_R: Terms,
+        pull_VG: Array,
+        rates: Array,
+        keys: Array,
+    ) -> tuple[ServerState, Parameters | None, Array]:
+        """One round of Algorithm 1; ``keys``: that of the batches, then that of each run's noise."""
+        batch_key, noise_key_R = jax.random.wrap_key_data(keys[0]), jax.random.wrap_key_data(keys[1:])
+        examples = EVERYWHERE if self.shape.anywhere else BY_CLIENT
+        taken = (BY_CLIENT, examples, examples, BY_CLIENT) + (EVERYWHERE,) * 6
+        spread = self._spread(self._on_device, taken, (EVERYWHERE, BY_CLIENT))
+        asked = (state_R.theta_P, state_R.clip, terms_R, pull_VG, rates, batch_key)
+        sums_R, personal_K = spread(personal_K, x_N, y_N, slots, *asked)
+        if self.parameters % self.devices == 0:  # each device draws its part of the one noise
+            parts = NamedSharding(self.mesh, PartitionSpec(None, AXIS))
+            sums_R = sums_R._replace(update_P=jax.lax.with_sharding_constraint(sums_R.update_P, parts))
+        state_R = jax.vmap(partial(finish_round, self.server))(terms_R, state_R, sums_R, noise_key_R)
+        return jax.lax.with_sharding_constraint(state_R, self.everywhere), personal_K, jnp.sum(state_R.clip)
 
     def _on_device(
         self,
-        full: bool,
-        theta_P: Array,
-        clip: Array,
-        terms: Terms,
-        cohort: Cohort,
-        personal_KP: Array | None,
-        rates: tuple[Array, Array],
+        personal_K: Parameters | None,
+        x_N: Array,
+        y_N: Array,
+        table: Array,
+        theta_RP: Array,
+        clip_R: Array,
+        terms_R: Terms,
+        pull_VG: Array,
+        rates: Array,
         key: Array,
-    ) -> tuple[Sums, Array | None]:
+    ) -> tuple[Sums, Parameters | None]:
         """The device's share of the cohort, chunk by chunk: updates summed, personal models moved."""
-        theta = self.unravel(theta_P)
-        slots = cohort.came_C.shape[0]
-        chunk = slots // -(-slots // self.chunk)
-        held_in = coordinates(self.model, cohort.x_CM.shape[1], self.inputs)
+        theta_R = jax.vmap(self.unravel)(theta_RP)
+        chunk = self._chunk(table.shape[0])
+        train = partial(self._train, x_N, y_N, theta_R, clip_R, terms_R, pull_VG, rates, key)
 
-        def of_chunk(number: Array, carry: tuple[Sums, Array | None]) -> tuple[Sums, Array | None]:
-            sums, personal_KP = carry
-            mine = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, number * chunk, chunk), cohort)
-            own_C = None
-            if personal_KP is not None:  # theta_j ← theta, if not initialised
-                own_C = jax.vmap(self.unravel)(jnp.where(mine.new_C[:, None], theta_P, personal_KP[mine.row_C]))
-            update_C, own_C = client_updates(
-                self.model,
-                self.training,
-                theta,
-                own_C,
-                mine.x_CM,
-                mine.y_CM,
-                mine.count_C,
-                terms.pull_G[mine.group_C],
-                jax.vmap(partial(jax.random.fold_in, key))(mine.client_C),
-                rates,
-                held_in,
-                full,
-            )
-            here = clip_and_sum(terms, clip, flatten(update_C), mine.group_C, mine.came_C)
-            if personal_KP is not None:
-                personal_KP = personal_KP.at[mine.row_C].set(flatten(own_C), mode="drop", unique_indices=True)
-            return jax.tree.map(jnp.add, sums, here), personal_KP
+        def of_chunk(number: Array, carry: tuple[Sums, Parameters | None]) -> tuple[Sums, Parameters | None]:
+            sums, personal_K = carry
+            mine = Slots(*jax.lax.dynamic_slice_in_dim(table, number * chunk, chunk).T)
+            own_C = self._personal(theta_R, personal_K, mine)
+            size = jnp.sum(jnp.max(mine.count_C) > np.array(self.shape.sizes[:-1], np.int32))
+            here, own_C = jax.lax.switch(size, [partial(train, size) for size in self.shape.sizes], mine, own_C)
+            if personal_K is not None:
+                keep = lambda kept_K, new_C: kept_K.at[mine.row_C].set(new_C, mode="drop", unique_indices=True)  # noqa: E731
+                personal_K = jax.tree.map(keep, personal_K, own_C)
+            return jax.tree.map(jnp.add, sums, here), personal_K
 
-        nobody_G = jnp.zeros(terms.weight_G.shape, jnp.int32)
-        nothing = Sums(jnp.zeros_like(theta_P), jnp.float32(0), nobody_G)
-        chunks = -(-jnp.sum(cohort.came_C) // chunk)
-        sums, personal_KP = jax.lax.fori_loop(0, chunks, of_chunk, (nothing, personal_KP))
-        return jax.lax.psum(sums, AXIS), personal_KP
+        nobody_RG = jnp.zeros(terms_R.weight_G.shape, jnp.int32)
+        nothing = Sums(jax.tree.map(jnp.zeros_like, theta_R), jnp.zeros_like(clip_R), nobody_RG)
+        chunks = -(-jnp.sum(table[:, Slots._fields.index("came_C")]) // chunk)
+        sums, personal_K = jax.lax.fori_loop(0, chunks, of_chunk, (nothing, personal_K))
+        flat_RP = jax.vmap(lambda update: ravel_pytree(update)[0])(sums.update_P)
+        return jax.lax.psum(sums._replace(update_P=flat_RP), AXIS), personal_K
 
-    def _scores(self, theta_P: Array, x_N: Array, y_N: Array) -> Array:
-        """The score of one model on each example, spread over the devices."""
-        theta = self.unravel(theta_P)
+    def _personal(self, theta_R: Parameters, personal_K: Parameters | None, mine: Slots) -> Parameters | None:
+        """The personal models of these clients: theta_j ← theta, if not initialised."""
+        if personal_K is None:
+            return None
 
-        def on_device(x_N: Array, y_N: Array) -> Array:
+        def of_leaf(own_K: Array, theta_R: Array) -> Array:
+            new_C = mine.new_C.reshape(-1, *[1] * theta_R.ndim)
+            return jnp.where(new_C == 1, theta_R[self.run_V], own_K[mine.row_C])
+
+        return jax.tree.map(of_leaf, personal_K, theta_R)
+
+    def _train(
+        self,
+        x_N: Array,
+        y_N: Array,
+        theta_R: Parameters,
+        clip_R: Array,
+        terms_R: Terms,
+        pull_VG: Array,
+        rates: Array,
+        key: Array,
+        size: int,
+        mine: Slots,
+        own_CV: Parameters | None,
+    ) -> tuple[Sums, Parameters | None]:
+        """One chunk at one size: its clients train, their updates are clipped and summed for every run."""
+        key_C = jax.vmap(partial(jax.random.fold_in, key))(mine.client_C)
+        x_CM, y_CM = examples_at(
+            x_N, y_N, mine.start_C, mine.count_C, orders(key_C, mine.count_C, size), self.shape.full
+        )
+        held_in = coordinates(self.model, size, self.shape.inputs)
+        sent, own_CV = client_updates(
+            self.model,
+            self.training,
+            held_in,
+            theta_R,
+            own_CV,
+            self.run_V,
+            x_CM,
+            y_CM,
+            mine.count_C,
+            pull_VG[:, mine.group_C].T,
+            key_C,
+            rates,
+            self.shape.full,
+        )
+
+        def of_run(terms: Terms, clip: Array, update_C: Parameters, norm_C: Array) -> Sums:
+            updates = Updates(norm_C, lambda scale_C: held_in.add(scale_C, update_C, x_CM))
+            return clip_and_sum(terms, clip, updates, mine.group_C, mine.came_C == 1)
+
+        return jax.vmap(of_run, in_axes=(0, 0, 1, 1))(terms_R, clip_R, sent.update_CR, sent.norm_CR), own_CV
+
+    def _scores(self, theta_RP: Array, x_N: Array, y_N: Array) -> Array:
+        """The score of each global model on each example, spread over the devices."""
+
+        def on_device(theta_RP: Array, x_N: Array, y_N: Array) -> Array:
+            theta_R = jax.vmap(self.unravel)(theta_RP)
+
             def of_one(example: tuple[Array, Array]) -> Array:
                 x, y = example
-                return self.model.score(self.model.apply(theta, as_floats(x)[None], None), y[None])[0]
+                score = lambda theta: self.model.score(self.model.apply(theta, as_floats(x)[None], None), y[None])[0]  # noqa: E731
+                return jax.vmap(score)(theta_R)
 
             return jax.lax.map(of_one, (x_N, y_N), batch_size=256)
 
-        by_client = PartitionSpec(AXIS)
-        return jax.shard_map(on_device, mesh=self.mesh, in_specs=(by_client, by_client), out_specs=by_client)(x_N, y_N)
+        return self._spread(on_device, (EVERYWHERE, BY_CLIENT, BY_CLIENT), BY_CLIENT)(theta_RP, x_N, y_N)
 
-    def _personal_scores(
-        self, theta_P: Array, personal_KP: Array, new_K: Array, x_KM: Array, y_KM: Array, count_K: Array
+    def _client_scores(
+        self, most: int, theta_RP: Array, personal_K: Parameters | None, x_N: Array, y_N: Array, table: Array
     ) -> Array:
-        """The mean score of each client's personal model on its own examples; a new client has the global model."""
+        """The mean score on each client's own examples of every global model, then of its personal ones."""
 
-        def on_device(personal_KP: Array, new_K: Array, x_KM: Array, y_KM: Array, count_K: Array) -> Array:
-            def of_one(client: tuple[Array, ...]) -> Array:
-                own_P, new, x_M, y_M, count = client
-                own = self.unravel(jnp.where(new, theta_P, own_P))
-                score_M = self.model.score(self.model.apply(own, as_floats(x_M), None), y_M)
-                return jnp.sum(jnp.where(jnp.arange(len(y_M)) < count, score_M, 0.0)) / jnp.maximum(count, 1)
+        def on_device(theta_RP: Array, personal_K: Parameters | None, x_N: Array, y_N: Array, table: Array) -> Array:
+            theta_R = jax.vmap(self.unravel)(theta_RP)
 
-            return jax.lax.map(of_one, (personal_KP, new_K, x_KM, y_KM, count_K), batch_size=self.chunk)
+            def of_one(row: Array) -> Array:
+                mine = Slots(*row[:, None])
+                x_CM, y_CM = examples_at(x_N, y_N, mine.start_C, mine.count_C, jnp.arange(most)[None])
+                real_M = jnp.arange(most) < mine.count_C[0]
 
-        by_client = PartitionSpec(AXIS)
-        spread = jax.shard_map(on_device, mesh=self.mesh, in_specs=(by_client,) * 5, out_specs=by_client)
-        return spread(personal_KP, new_K, x_KM, y_KM, count_K)
+                def score(model: Parameters) -> Array:
+                    score_M = self.model.score(self.model.apply(model, x_CM[0], None), y_CM[0])
+                    return jnp.sum(jnp.where(real_M, score_M, 0.0)) / jnp.maximum(mine.count_C[0], 1)
+
+                own_CV = self._personal(theta_R, personal_K, mine)
+                scores = [jax.vmap(score)(theta_R)]
+                scores += [] if own_CV is None else [jax.vmap(score)(jax.tree.map(lambda own: own[0], own_CV))]
+                return jnp.concatenate(scores)
+
+            return jax.lax.map(of_one, table, batch_size=min(self.chunk, table.shape[0]))
+
+        spread = self._spread(on_device, (EVERYWHERE,) + (BY_CLIENT,) * 4, BY_CLIENT)
+        return spread(theta_RP, personal_K, x_N, y_N, table)
+
+    def _spread(self, on_device: Callable, taken: tuple, given: Any) -> Callable:
+        """A function of one device on all of them, with what it takes and gives split as said."""
+        return jax.shard_map(on_device, mesh=self.mesh, in_specs=taken, out_specs=given, check_vma=False)
+
+
+def examples_at(
+    x_N: Array, y_N: Array, start_C: Array, count_C: Array, order_CM: Array, full: bool = False
+) -> tuple[Array, Array]:
+    """Each client's examples in this order, as floats; past the last there is nothing, and nothing of a neighbour's."""
+    if full:
+        rows_CM = start_C[:, None] + order_CM
+        return as_floats(x_N[rows_CM]), y_N[rows_CM]
+    real_CM = jnp.arange(order_CM.shape[1]) < count_C[:, None]
+    rows_CM = jnp.where(real_CM, start_C[:, None] + order_CM, 0)
+    blank = lambda a_CM: jnp.where(real_CM.reshape(*real_CM.shape, *[1] * (a_CM.ndim - 2)), a_CM, 0)  # noqa: E731
+    return blank(as_floats(x_N[rows_CM])), blank(y_N[rows_CM])

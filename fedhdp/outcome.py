@@ -100,6 +100,8 @@ def fill_in(result: VariantResult, history: Iterable[Row]) -> VariantResult:
         for model in ("global", "personal"):
             for metric in ("accuracy", "variance", "worst_decile"):
                 setattr(group, f"{model}_{metric}", found.get((group.name, model, metric)))
+        for metric in ("accuracy", "variance"):
+            setattr(group, f"chosen_{metric}", found.get((group.name, "chosen", metric)))
         group.average_accuracy = found.get((group.name, "average", "accuracy"))
         group.refused = int(found.get((group.name, "global", "refused"), 0))
     return result

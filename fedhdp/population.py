@@ -8,9 +8,24 @@ Axis letters: K clients of the population, C clients of a cohort, N examples, M 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
+
+
+class Source(Protocol):
+    """Examples of clients wherever they come from: arrays, files, or made when they are asked for."""
+
+    @property
+    def count_K(self) -> np.ndarray:
+        """How many each client has."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether all clients have the same number of examples."""
+
+    def take(self, clients_C: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+        """The examples of these clients, each padded to the same capacity."""
 
 
 class Examples(NamedTuple):
@@ -29,6 +44,9 @@ class Examples(NamedTuple):
     def take(self, clients_C: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
         """The examples of these clients, each padded to the same capacity with zeros: nothing of a neighbour's."""
         place_M = np.arange(capacity)
+        if (self.count_K[clients_C] == capacity).all():
+            rows_CM = self.start_K[clients_C, None] + place_M
+            return self.x_N[rows_CM], self.y_N[rows_CM]
         spare_CM = place_M >= self.count_K[clients_C, None]
         rows_CM = np.where(spare_CM, 0, self.start_K[clients_C, None] + place_M)
         x_CM, y_CM = self.x_N[rows_CM], self.y_N[rows_CM]
@@ -48,11 +66,12 @@ class Population(NamedTuple):
     """Every client's training and test examples, and the server's test set."""
 
     name: str
-    train: Examples
+    train: Source
     test: Examples
     server_x_N: np.ndarray
     server_y_N: np.ndarray
     classes: int
+    validation: Examples | None = None  # what clients hold out to choose by, never to train on
 
     @property
     def clients(self) -> int:
@@ -63,3 +82,27 @@ class Population(NamedTuple):
     def input_shape(self) -> tuple[int, ...]:
         """The shape of one input."""
         return self.server_x_N.shape[1:]
+
+
+def hold_out(population: Population, share: float, seed: int) -> Population:
+    """The population in which every client with two or more examples keeps a share of them, at least one, from training."""
+    train = population.train
+    if not 0 <= share < 1:
+        raise ValueError(f"validation must be at least 0 and below 1, got {share!r}")
+    if share == 0:
+        return population
+    if not isinstance(train, Examples):
+        raise ValueError(f"{population.name} is made on demand: nothing can be held out of it")
+    rng = np.random.default_rng([seed, 0, 1])  # beside the data's own stream
+    kept_K = np.where(train.count_K > 1, np.clip(np.round(share * train.count_K), 1, train.count_K - 1), 0).astype(int)
+    parts: tuple[list, list] = ([], [])
+    for start, count, kept in zip(train.start_K, train.count_K, kept_K):
+        order = start + rng.permutation(count)
+        parts[0].append(np.sort(order[kept:]))
+        parts[1].append(np.sort(order[:kept]))
+    rows = [np.concatenate(part) for part in parts]
+    made = [
+        examples(train.x_N[row_N], train.y_N[row_N], count_K)
+        for row_N, count_K in zip(rows, (train.count_K - kept_K, kept_K))
+    ]
+    return population._replace(train=made[0], validation=made[1])

@@ -81,7 +81,8 @@ class ProgressDisplay:
 
 
 def _note(progress: Progress) -> str:
-    parts = [] if progress.accuracy is None else [f"accuracy {100 * progress.accuracy:.1f}%"]
+    seen = sorted({f"{100 * accuracy:.1f}" for accuracy in progress.accuracies}, key=float)
+    parts = [f"accuracy {'–'.join(dict.fromkeys((seen[0], seen[-1])))}%"] if seen else []
     for name, epsilon in progress.epsilon.items():
         parts.append(f"ε {name} {'∞' if math.isinf(epsilon) else f'{epsilon:.2f}'}")
     parts += [f"{name} has {left:.0f} rounds left" for name, left in progress.left.items() if left < math.inf]

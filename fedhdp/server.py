@@ -11,6 +11,7 @@ Axis letters: C clients, G groups, P parameters.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -43,15 +44,30 @@ def sample_cohort(mechanism: Mechanism, rng: np.random.Generator) -> np.ndarray:
     return np.sort(np.concatenate(cohort))
 
 
-def clip_and_sum(terms: Terms, clip: Array, update_CP: Array, group_C: Array, came_C: Array) -> Sums:
+class Updates(NamedTuple):
+    """The updates of some clients, as the server needs them: how long each is, and how to add them up."""
+
+    norm_C: Array
+    weighted: Callable[[Array], Any]  # scale_C -> Σ_C scale·update; an update at scale 0 is absent, even if it is NaN
+
+
+def in_rows(update_CP: Array) -> Updates:
+    """Updates that lie there one by one."""
+
+    def weighted(scale_C: Array) -> Array:
+        return scale_C @ jnp.where(scale_C[:, None] == 0, 0.0, update_CP)  # 0 · NaN would still be NaN
+
+    return Updates(jnp.linalg.norm(update_CP, axis=1), weighted)
+
+
+def clip_and_sum(terms: Terms, clip: Array, updates: Updates, group_C: Array, came_C: Array) -> Sums:
     """Clip each update to norm S, take its bit b = [norm ≤ S], and add up what counts; no update, no trust."""
-    norm_C = jnp.linalg.norm(update_CP, axis=1)
+    norm_C = updates.norm_C
     counts_C = came_C & jnp.isfinite(norm_C)  # a client who sends NaN or infinity counts as absent
     scale_C = jnp.where(counts_C, terms.weight_G[group_C] * clip / jnp.maximum(norm_C, clip), 0.0)
-    finite_CP = jnp.where(counts_C[:, None], update_CP, 0.0)  # 0 · NaN would still be NaN
     bit_C = jnp.where(counts_C, (norm_C <= clip) - 0.5, 0.0)
     of_group_CG = jax.nn.one_hot(group_C, terms.weight_G.shape[0], dtype=jnp.int32)
-    return Sums(scale_C @ finite_CP, jnp.sum(bit_C), (came_C & ~counts_C) @ of_group_CG)
+    return Sums(updates.weighted(scale_C), jnp.sum(bit_C), (came_C & ~counts_C) @ of_group_CG)
 
 
 def private_mean(terms: Terms, clip: Array, sums: Sums, key: Array) -> tuple[Array, Array]:

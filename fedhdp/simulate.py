@@ -10,25 +10,39 @@ Axis letters: K clients of the population, P parameters.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.flatten_util import ravel_pytree
+from msgspec.structs import replace
 
 from fedhdp import server
 from fedhdp.accounting import spends
 from fedhdp.client import LocalTraining
-from fedhdp.engine import Engine
+from fedhdp.engine import Engine, Shape, Slots
 from fedhdp.mechanism import Mechanism, require
-from fedhdp.metrics import SERVER, Row, group_rows, mean_by_client
+from fedhdp.metrics import SERVER, Row, group_rows
 from fedhdp.models import Array, Model
 from fedhdp.outcome import VariantResult, fill_in, group_results
-from fedhdp.population import Population
+from fedhdp.population import Examples, Population, Source
 from fedhdp.server import ServerState, ServerStep
+from fedhdp.stores import (
+    ExamplesAtHome,
+    PersonalOnDisk,
+    Seats,
+    at_home,
+    evenly,
+    fits,
+    keep_examples,
+    keep_personal,
+    seat,
+)
 
 MODEL, COHORT, BATCHES, NOISE = range(1, 5)  # the streams; 0 is the data's
 
@@ -42,148 +56,268 @@ class State(NamedTuple):
     """All that a simulation carries from round to round."""
 
     round: int
-    server: ServerState
-    personal_KP: Array | None
+    server: ServerState  # of every run
+    personal: Any  # personal models, as their store keeps them; None without personalisation
     new_K: np.ndarray  # clients who have not taken part yet
+    done: Any = None  # ready when the round is, and still there in the next
 
 
 @lru_cache(maxsize=8)
-def _engine(model: Model, training: LocalTraining, step: ServerStep, inputs: int) -> Engine:
+def _engine(model: Model, training: LocalTraining, step: ServerStep, shape: Shape) -> Engine:
     return Engine(
-        model, training, step, inputs
+        model, training, step, shape
     )  # one for all runs that differ in numbers alone: they share a compilation
 
 
 class Simulation:
-    """A population, a model and a mechanism, ready to play rounds."""
+    """A population, a model and one mechanism or several, ready to play rounds.
+
+    Several mechanisms are played at once, and have to draw the same cohorts. Those that differ in their pulls alone are
+    one run: they share its global model, noise and all, and each has personal models of its own.
+    """
 
     def __init__(
         self,
         population: Population,
         model: Model,
-        mechanism: Mechanism,
+        mechanism: Mechanism | Sequence[Mechanism],
         training: LocalTraining | None = None,
         step: ServerStep | None = None,
         seed: int = 0,
         noise_seed: int | None = None,
+        folder: Path
+        | None = None,  # where personal models are kept if memory does not hold them; None: a temporary one
     ):
-        clients = f"{population.clients}, the clients of {population.name}"
-        require(mechanism.clients == population.clients, "groups", mechanism.clients, f"of {clients} together")
-        self.population, self.mechanism, self.seed, self.noise_seed = population, mechanism, seed, noise_seed
+        self.population, self.seed, self.noise_seed = population, seed, noise_seed
         self.training, self.step = training or LocalTraining(), step or ServerStep()
-        self.engine = _engine(model, self.training, self.step, int(np.prod(population.input_shape)))
-        self.group_K = mechanism.group_of_clients
-        expected = mechanism.expected_cohort / self.engine.devices
-        self.slots = self.engine.slots(int(expected + 4 * expected**0.5 + 1))
+        self.play_by([mechanism] if isinstance(mechanism, Mechanism) else list(mechanism))
+        clients = f"{population.clients}, the clients of {population.name}"
+        require(
+            self.mechanism.clients == population.clients, "groups", self.mechanism.clients, f"of {clients} together"
+        )
+        run_V = tuple(self.run_of) if self.training.personalise else ()
+        sizes = size_classes(population.train, self.training.batch_size)
+        anywhere = not self.training.personalise and fits(population.train)
+        inputs = int(np.prod(population.input_shape))
+        shape = Shape(inputs, sizes, population.train.alike, anywhere, run_V, len(self.runs))
+        self.engine = _engine(model, self.training, self.step, shape)
+        self.group_K = self.mechanism.group_of_clients
+        expected = self.mechanism.expected_cohort / self.engine.devices
+        self.slots = self.engine.slots(int(expected + (4 * expected**0.5 + 1) * (self.mechanism.sampling == "poisson")))
+        self.examples = keep_examples(self.engine, population.train, sizes[-1])
+        self.store = keep_personal(self.engine, population.clients, folder) if self.training.personalise else None
+        self._numbers: tuple | None = None
+
+    def play_by(self, mechanisms: list[Mechanism]) -> None:
+        """Take these mechanisms for the rounds that follow: as many, and as much alike, as before."""
+        draws = {cohorts_of(one) for one in mechanisms}
+        require(len(draws) == 1, "mechanisms", len(draws), "such that all draw the same cohorts")
+        self.mechanisms, self.mechanism = mechanisms, mechanisms[0]
+        trained = [global_training(one) for one in mechanisms]
+        self.runs = list(dict.fromkeys(trained))  # what the server really runs
+        self.run_of = [self.runs.index(one) for one in trained]
+        self._numbers = None
 
     def start(self) -> State:
         """The state before the first round."""
-        theta_P, _ = ravel_pytree(
-            self.engine.model.init(jax.random.wrap_key_data(jnp.asarray(stream(self.seed, MODEL, 0))))
+        key = jax.random.wrap_key_data(jnp.asarray(stream(self.seed, MODEL, 0)))
+        theta_P, _ = ravel_pytree(self.engine.model.init(key))
+        starts = [server.start(run, self.step, theta_P) for run in self.runs]
+        state_R = jax.tree.map(lambda *each: np.stack(each), *starts)
+        personal = None if self.store is None else self.store.start()
+        return State(
+            0, self.engine.put(state_R, self.engine.everywhere), personal, np.ones(self.population.clients, bool)
         )
-        state = jax.device_put(server.start(self.mechanism, self.step, theta_P), self.engine.everywhere)
-        personal_KP = self.engine.no_personal_models(self.population.clients) if self.training.personalise else None
-        return State(0, state, personal_KP, np.ones(self.population.clients, bool))
 
     def play(self, state: State) -> State:
         """One round; the state that went in is used up."""
         clients = server.sample_cohort(self.mechanism, np.random.default_rng([self.seed, COHORT, state.round]))
-        busiest = np.bincount(clients % self.engine.devices, minlength=1).max() if len(clients) else 0
-        self.slots = max(self.slots, self.engine.slots(int(busiest)))  # a cohort is never cut short
-        cohort = self.engine.gather(self.population, self.group_K, state.new_K, clients, self.slots)
-        server_state, personal_KP = self.engine.round(
-            self.population.train.alike,
-            state.server,
-            jax.device_put(cohort, self.engine.by_client),
-            state.personal_KP,
-            self.mechanism.terms,
-            tuple(np.float32(rate) for rate in self.training.rates(state.round)),
-            stream(self.seed, BATCHES, state.round),
-            self._noise_key(state.round),
+        count_K = self.population.train.count_K
+        if not self.engine.shape.full:  # those with most examples first, so that chunks are alike
+            clients = clients[np.argsort(-count_K[clients], kind="stable")]
+        shares = (evenly if self.engine.shape.anywhere else at_home)(self.engine, clients)
+        self.slots = max(self.slots, self.engine.slots(max(map(len, shares))))  # a cohort is never cut short
+        seats = seat(shares, self.slots)
+        x_N, y_N, start_C = self.examples.fetch(seats)
+        personal, table = self._lend(state, seats, start_C, count_K)
+        if self._numbers is None:
+            terms_R = jax.tree.map(lambda *each: np.stack(each), *(run.terms for run in self.runs))
+            pull_VG = np.stack([one.terms.pull_G for one in self.mechanisms])[: len(self.engine.run_V)]
+            self._numbers = self.engine.put((terms_R, pull_VG), self.engine.everywhere)
+        rates = np.array(self.training.rates(state.round), np.float32)
+        keys = np.stack([stream(self.seed, BATCHES, state.round), *self._noise_keys(state.round)])
+        rates, keys = self.engine.put((rates, keys), self.engine.everywhere)
+        server_state, personal, done = self.engine.round(
+            state.server, personal, x_N, y_N, table, *self._numbers, rates, keys
         )
+        if self.store is not None:
+            personal = self.store.take_back(state.personal, personal, seats)
         new_K = state.new_K.copy()
         new_K[clients] = False
-        return State(state.round + 1, server_state, personal_KP, new_K)
+        return State(state.round + 1, server_state, personal, new_K, done)
 
-    def evaluate(self, state: State) -> list[Row]:
-        """The global, averaged and personal models, on the server's test set and on the clients' own."""
-        names = [group.name for group in self.mechanism.groups]
+    def _lend(self, state: State, seats: Seats, start_C: np.ndarray, count_K: np.ndarray) -> tuple[Any, Array]:
+        """Personal models, and the table of who is asked."""
+        personal, row_C = None, seats.place_C
+        if self.store is not None and state.personal is not None:
+            personal, row_C = self.store.lend(state.personal, seats)
+        client_C, came_C = seats.client_C, seats.came_C
+        count_C = np.where(came_C, count_K[client_C], 0)
+        row_C = np.where(came_C, row_C, self.population.clients + len(client_C) + seats.place_C)
+        columns = Slots(client_C, self.group_K[client_C], start_C, count_C, row_C, came_C, state.new_K[client_C])
+        table = np.stack([np.asarray(column, np.int32) for column in columns], axis=1)
+        return personal, self.engine.put(table, self.engine.by_client)
+
+    def evaluate(self, state: State) -> list[list[Row]]:
+        """For each mechanism: the global, averaged and personal models, on the server's test set and on the clients' own."""
+        names, (x_N, y_N) = [group.name for group in self.mechanism.groups], self._server_test
         models = {"global": state.server.theta_P}
         if self.step.average is not None:
-            models["average"] = server.averaged_model(self.step, state.server)
-        rows = []
-        for model, theta_P in models.items():
-            on_server = self._scores(theta_P, self.population.server_x_N, self.population.server_y_N)
-            on_clients = self._scores(theta_P, self.population.test.x_N, self.population.test.y_N)
-            score_K = mean_by_client(on_clients, self.population.test.count_K)
-            rows.append(Row(state.round, SERVER, model, "accuracy", float(on_server.mean())))
-            rows += group_rows(state.round, model, names, self.group_K, score_K)
-        if state.personal_KP is not None:
-            rows += group_rows(state.round, "personal", names, self.group_K, self._personal_scores(state))
-        rows.append(Row(state.round, SERVER, "global", "clip", float(state.server.clip)))
-        refused = zip(names, np.asarray(state.server.refused_G))
-        return rows + [Row(state.round, name, "global", "refused", float(count)) for name, count in refused]
+            models["average"] = self._averages(state)
+        on_server, on_clients, score_KV = {}, {}, None
+        for model, theta_RP in models.items():
+            scores = self.engine.fetch(self.engine.scores(theta_RP, x_N, y_N))[: len(self.population.server_y_N)]
+            on_server[model] = scores.mean(axis=0)
+            with_personal = state if model == "global" else state._replace(personal=None)
+            score_KT = self._client_scores(with_personal, theta_RP, self._test, self.population.test)
+            on_clients[model], rest = np.split(score_KT, [len(self.runs)], axis=1)
+            score_KV = rest if model == "global" else score_KV
+        chosen_KV = self._choose(state, score_KV)
+        clip_R, refused_RG = np.asarray(state.server.clip), np.asarray(state.server.refused_G)
+        found = []
+        for v, r in enumerate(self.run_of):
+            rows = []
+            for model in models:
+                rows.append(Row(state.round, SERVER, model, "accuracy", float(on_server[model][r])))
+                rows += group_rows(state.round, model, names, self.group_K, on_clients[model][:, r])
+            for model, by_client in (("personal", score_KV), ("chosen", chosen_KV)):
+                if by_client is not None and by_client.shape[1]:
+                    rows += group_rows(state.round, model, names, self.group_K, by_client[:, v])
+            rows.append(Row(state.round, SERVER, "global", "clip", float(clip_R[r])))
+            rows += [Row(state.round, name, "global", "refused", float(n)) for name, n in zip(names, refused_RG[r])]
+            found.append(rows)
+        return found
+
+    def _choose(self, state: State, score_KV: np.ndarray | None) -> np.ndarray | None:
+        """The scores when each client takes, among the pulls of a run, the one that is best on what it held out."""
+        validation = self.population.validation
+        if validation is None or score_KV is None or not score_KV.shape[1]:
+            return None
+        if self._validation is None:
+            self._validation = ExamplesAtHome(self.engine, validation)
+        held_out_KV = self._client_scores(state, state.server.theta_P, self._validation, validation)[
+            :, len(self.runs) :
+        ]
+        chosen_KV = np.empty_like(score_KV)
+        run_of = np.array(self.run_of)
+        for r in range(len(self.runs)):
+            mine = np.flatnonzero(run_of == r)
+            best_K = mine[np.nan_to_num(held_out_KV[:, mine], nan=-np.inf).argmax(axis=1)]
+            chosen_KV[:, mine] = score_KV[np.arange(len(score_KV)), best_K][:, None]
+        return chosen_KV
+
+    @cached_property
+    def _server_test(self) -> tuple[Array, Array]:
+        x_N, y_N = self.population.server_x_N, self.population.server_y_N
+        spare = -len(y_N) % self.engine.devices
+        return self.engine.put(tuple(np.concatenate([a, a[:spare]]) for a in (x_N, y_N)), self.engine.by_client)
+
+    @cached_property
+    def _test(self) -> ExamplesAtHome:
+        return ExamplesAtHome(self.engine, self.population.test)
+
+    _validation: ExamplesAtHome | None = None
+
+    def _client_scores(self, state: State, theta_RP: Array, kept: ExamplesAtHome, examples: Examples) -> np.ndarray:
+        """Each client's mean score by every model; NaN for a client without any examples."""
+        asked = np.flatnonzero(examples.count_K)
+        at_once = len(asked) if not isinstance(self.store, PersonalOnDisk) else 1024
+        most, parts = int(examples.count_K.max()), []
+        for first in range(0, len(asked), max(at_once, 1)):
+            clients = asked[first : first + at_once]
+            shares = at_home(self.engine, clients)
+            seats = seat(shares, self.engine.slots(max(map(len, shares))))
+            x_N, y_N, start_C = kept.fetch(seats)
+            personal, table = self._lend(state, seats, start_C, examples.count_K)
+            score_CT = self.engine.fetch(self.engine.client_scores(most, theta_RP, personal, x_N, y_N, table))
+            parts.append((seats.client_C[seats.came_C], score_CT[seats.came_C]))
+        models = parts[0][1].shape[1] if parts else len(self.runs)
+        score_KT = np.full((self.population.clients, models), np.nan)
+        for clients, score_CT in parts:
+            score_KT[clients] = score_CT
+        return score_KT
+
+    def global_model(self, state: State, number: int = 0) -> np.ndarray:
+        """A mechanism's global model as one row."""
+        return np.asarray(state.server.theta_P[self.run_of[number]])
+
+    def personal_models(self, state: State, clients: np.ndarray, number: int = 0) -> np.ndarray:
+        """A mechanism's personal models of these clients, one row each; one who never took part has the global model."""
+        if self.store is None:
+            raise ValueError("there are no personal models: training does not personalise")
+        clients = np.asarray(clients)
+        own_CP = self.store.rows(state.personal, clients)[:, number]
+        return np.where(state.new_K[clients, None], self.global_model(state, number), own_CP)
 
     def pack(self, state: State) -> dict[str, np.ndarray]:
         """The state as named arrays, personal models in the order of the clients, so that any machine can go on."""
         arrays = {f"server_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state.server))}
         arrays |= {"round": np.array(state.round), "new_K": state.new_K}
-        if state.personal_KP is not None:
-            arrays["personal"] = np.asarray(state.personal_KP)[self._home(np.flatnonzero(~state.new_K))]
-        return arrays
+        return arrays if self.store is None else arrays | self.store.pack(state.personal, np.flatnonzero(~state.new_K))
 
     def unpack(self, arrays: dict[str, np.ndarray]) -> State:
         """The state that was packed."""
-        start = self.start()
-        leaves, tree = jax.tree.flatten(start.server)
+        starts = [server.start(run, self.step, jnp.zeros(self.engine.parameters)) for run in self.runs]
+        leaves, tree = jax.tree.flatten(jax.tree.map(lambda *each: np.stack(each), *starts))
         packed = [arrays[f"server_{i}"] for i in range(len(leaves))]
         if [leaf.shape for leaf in packed] != [leaf.shape for leaf in leaves]:
             raise ValueError("the checkpoint is of another model or mechanism")
-        personal_KP = start.personal_KP
-        if personal_KP is not None:
-            rows = np.zeros(personal_KP.shape, np.float32)
-            rows[self._home(np.flatnonzero(~arrays["new_K"]))] = arrays["personal"]
-            personal_KP = jax.device_put(rows, self.engine.by_client)
-        server_state = jax.device_put(jax.tree.unflatten(tree, packed), self.engine.everywhere)
-        return State(int(arrays["round"]), server_state, personal_KP, arrays["new_K"])
+        known = np.flatnonzero(~arrays["new_K"])
+        personal = None if self.store is None else self.store.unpack(arrays, known)
+        server_state = self.engine.put(jax.tree.unflatten(tree, packed), self.engine.everywhere)
+        return State(int(arrays["round"]), server_state, personal, arrays["new_K"])
 
-    def _home(self, clients: np.ndarray) -> np.ndarray:
-        """The row of each client among the personal models of all devices."""
-        each = -(-self.population.clients // self.engine.devices)
-        return clients % self.engine.devices * each + clients // self.engine.devices
+    def _averages(self, state: State) -> Array:
+        return jax.vmap(partial(server.averaged_model, self.step))(state.server)
 
-    def _scores(self, theta_P: Array, x_N: np.ndarray, y_N: np.ndarray) -> np.ndarray:
-        spare = -len(y_N) % self.engine.devices
-        x_N, y_N = (np.concatenate([a, a[:spare]]) for a in (x_N, y_N))
-        scores = self.engine.scores(theta_P, *jax.device_put((x_N, y_N), self.engine.by_client))
-        return np.asarray(scores)[: len(y_N) - spare]
-
-    def _personal_scores(self, state: State) -> np.ndarray:
-        test, devices = self.population.test, self.engine.devices
-        home_K = self._home(np.arange(self.population.clients))
-        client_K = np.zeros(-(-self.population.clients // devices) * devices, int)  # who lives where
-        client_K[home_K] = np.arange(self.population.clients)
-        x_KM, y_KM = test.take(client_K, int(test.count_K.max()))
-        asked = jax.device_put((state.new_K[client_K], x_KM, y_KM, test.count_K[client_K]), self.engine.by_client)
-        scores = np.asarray(self.engine.personal_scores(state.server.theta_P, state.personal_KP, *asked))
-        return np.where(test.count_K > 0, scores[home_K], np.nan)
-
-    def parameters(self, state: State) -> dict[str, np.ndarray]:
-        """The global model, and its average if there is one, as arrays named by where they stand in the model."""
+    def parameters(self, state: State, number: int = 0) -> dict[str, np.ndarray]:
+        """A mechanism's global model, and its average if there is one, as arrays named by where they stand in the model."""
         models = {"global": state.server.theta_P}
         if self.step.average is not None:
-            models["average"] = server.averaged_model(self.step, state.server)
+            models["average"] = self._averages(state)
         named = {}
-        for model, theta_P in models.items():
-            leaves, _ = jax.tree.flatten_with_path(self.engine.unravel(theta_P))
+        for model, theta_RP in models.items():
+            leaves, _ = jax.tree.flatten_with_path(self.engine.unravel(theta_RP[self.run_of[number]]))
             for path, leaf in leaves:
                 named[f"{model}/{jax.tree_util.keystr(path, simple=True, separator='/')}"] = np.asarray(leaf)
         return named
 
-    def _noise_key(self, round: int) -> np.ndarray:
-        if self.noise_seed is None:
-            return np.frombuffer(os.urandom(8), np.uint32)
-        return stream(self.noise_seed, NOISE, round)
+    def _noise_keys(self, round: int) -> list[np.ndarray]:
+        """A key for each run: the same from a noise seed, so that runs are paired, else as many as there are."""
+        if self.noise_seed is not None:
+            return [stream(self.noise_seed, NOISE, round)] * len(self.runs)
+        fresh = np.frombuffer(os.urandom(8 * len(self.runs)), np.uint32).reshape(-1, 2)
+        if jax.process_count() > 1:  # the noise of a round is one draw, whoever computes with it
+            fresh = multihost_utils.broadcast_one_to_all(fresh)
+        return list(np.asarray(fresh))
+
+
+def global_training(mechanism: Mechanism) -> Mechanism:
+    """The mechanism as far as the server goes, who never sees a personal model."""
+    return replace(mechanism, groups=tuple(replace(group, pull=0.0) for group in mechanism.groups))
+
+
+def cohorts_of(mechanism: Mechanism) -> tuple:
+    """What decides who is drawn: mechanisms that have it in common can be played together."""
+    return mechanism.sampling, tuple((group.clients, group.sampling_rate) for group in mechanism.groups)
+
+
+def size_classes(source: Source, batch_size: int) -> tuple[int, ...]:
+    """A few capacities for clients of unequal size: each holds about as many clients, in whole batches."""
+    if source.alike:
+        return (int(source.count_K[0]),)
+    whole = lambda count: int(-(-count // batch_size) * batch_size)  # noqa: E731
+    return tuple(sorted({whole(np.quantile(source.count_K, share)) for share in (0.25, 0.5, 0.75, 1.0)} - {0}))
 
 
 class Trained(NamedTuple):
@@ -216,13 +350,35 @@ def simulate(
     on_round: Callable[[State], None] | None = None,
 ) -> Trained:
     """Train for some rounds and evaluate at the end, and on the way if asked."""
-    simulation = Simulation(population, model, mechanism, training, step, seed, noise_seed)
-    state, history = simulation.start(), []
+    return simulate_together(
+        population, model, [mechanism], training, step, rounds, evaluate_every, seed, noise_seed, on_round
+    )[0]
+
+
+def simulate_together(
+    population: Population,
+    model: Model,
+    mechanisms: Sequence[Mechanism],
+    training: LocalTraining | None = None,
+    step: ServerStep | None = None,
+    rounds: int = 100,
+    evaluate_every: int | None = None,
+    seed: int = 0,
+    noise_seed: int | None = None,
+    on_round: Callable[[State], None] | None = None,
+) -> list[Trained]:
+    """Train under several mechanisms that draw the same cohorts, in one program."""
+    simulation = Simulation(population, model, mechanisms, training, step, seed, noise_seed)
+    state = simulation.start()
+    histories: list[list[Row]] = [[] for _ in mechanisms]
     while state.round < rounds:
         state = simulation.play(state)
         if on_round is not None:
             on_round(state)
         if state.round == rounds or (evaluate_every and state.round % evaluate_every == 0):
-            history += simulation.evaluate(state)
-    parameters = simulation.parameters(state)
-    return Trained(mechanism, rounds, parameters, history, repeatable=noise_seed is not None)
+            for history, rows in zip(histories, simulation.evaluate(state)):
+                history += rows
+    return [
+        Trained(one, rounds, simulation.parameters(state, number), histories[number], repeatable=noise_seed is not None)
+        for number, one in enumerate(mechanisms)
+    ]

@@ -8,43 +8,95 @@ A step on W by ``X_Bᵀ·g`` is a step on the rows B of A by g. The gradient wit
 differentiation would give is another one, so ``_reach`` states its own; then descent in these coordinates, with the pull
 towards (W0: a = 0, A = 0), is descent on W, line by line, and the training loop need not know.
 
-Axis letters: M examples of the client, F inputs, H units, B examples of a batch.
+Nor need an update ``Xᵀ·A`` be written out to be clipped and summed: its squared norm is ``Σ A∘(X·Xᵀ·A)``, and the sum over
+clients is one product of all their examples with all their A.
+
+Axis letters: C clients, R global models, V personal models, T all models of a client, M examples of the client, F inputs,
+H units, B examples of a batch. A personal model v is pulled towards the global model ``run_V[v]``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from fedhdp.models import Array, Model, Parameters
+from fedhdp.models import Array, Model, Parameters, turned
+
+EXACT = jax.lax.Precision.HIGHEST  # what a norm rests on is not rounded to fewer digits
 
 
 class Coordinates(NamedTuple):
-    """How a client's models are held while they train; ``start`` None means that a model starts from the anchor."""
+    """How one client's models are held while they train, and how what they learnt is measured and added up."""
 
-    anchor: Callable[[Parameters, int], Parameters]  # (anchor, M) -> the anchor as it is held
-    know: Callable[[Parameters, Array], Any]  # (anchor, x_M) -> what all of the client's models share
-    enter: Callable[[Parameters, Parameters | None, Array], tuple[Parameters, Any]]  # -> held, what it alone knows
-    predict: Callable[[Parameters, Any, Any, Array, int, Array | None], Array]  # (held, alone, shared, first, B, key)
-    leave: Callable[[Parameters, Parameters, Parameters | None, Array], Parameters]  # (held, anchor, start, x_M)
+    know: Callable[[Parameters, Array], Any]  # (theta_R, x_M) -> what all of the client's models share
+    enter: Callable[[Parameters, Parameters, np.ndarray, Array, Any], tuple[Parameters, Any]]  # -> held_T, known_T
+    anchor: Callable[[Parameters, np.ndarray, int], Parameters]  # (theta_R, run_T, M) -> the anchors as they are held
+    predict: Callable[[Parameters, Any, Any, int, Array | None], Array]  # (held, known, first, B, key)
+    sent: Callable[[Parameters, Parameters], Parameters]  # (held, theta) -> the update, in these coordinates
+    norm: Callable[[Parameters, Any, Array], Array]  # (sent, shared, x_M) -> the update's norm, never too small
+    add: Callable[[Array, Parameters, Array], Parameters]  # (scale_C, sent_C, x_CM) -> Σ_C scale·update, in full
+    leave: Callable[[Parameters, Parameters, Parameters, np.ndarray, Array], Parameters]  # -> the personal models
+
+
+def take(theta_R: Parameters, run_V: np.ndarray) -> Parameters:
+    """The global model of each personal one."""
+    return jax.tree.map(lambda a_R: a_R[run_V], theta_R)
+
+
+def _join(*parts: Parameters | None) -> Parameters:
+    given = [part for part in parts if part is not None]
+    return jax.tree.map(lambda *each: jnp.concatenate(each), *given)
+
+
+def _squares(parameters: Parameters) -> Array:
+    return sum((jnp.sum(leaf**2) for leaf in jax.tree.leaves(parameters)), jnp.float32(0))
+
+
+def _weigh(scale_C: Array, leaf_C: Array) -> Array:
+    """Scaled; what has scale 0 is absent, for 0 · NaN would still be NaN."""
+    scale_C = scale_C.reshape(-1, *[1] * (leaf_C.ndim - 1))
+    return jnp.where(scale_C == 0, 0.0, scale_C * leaf_C)
+
+
+def _sum(scale_C: Array, parameters_C: Parameters) -> Parameters:
+    return jax.tree.map(lambda leaf_C: jnp.sum(_weigh(scale_C, leaf_C), axis=0), parameters_C)
+
+
+def _subtract(a: Parameters, b: Parameters) -> Parameters:
+    return jax.tree.map(jnp.subtract, a, b)
+
+
+def _upper(parameters: Parameters) -> Parameters:
+    """All but the first layer's weights."""
+    return {"b": parameters["first"]["b"], "rest": parameters["rest"]}
 
 
 def direct(model: Model) -> Coordinates:
     """The parameters themselves."""
 
-    def enter(anchor: Parameters, start: Parameters | None, x_M: Array) -> tuple[Parameters, Any]:
-        return anchor if start is None else start, x_M  # its own, so that products are batched over clients and models
+    def enter(theta_R: Parameters, start_V: Parameters, run_V: np.ndarray, x_M: Array, shared: Any) -> Any:
+        held_T = _join(theta_R, start_V)
+        models = jax.tree.leaves(held_T)[0].shape[0]
+        return held_T, jnp.broadcast_to(x_M, (models, *x_M.shape))  # its own, so that products are batched over models
 
-    def predict(held: Parameters, x_M: Any, shared: Any, first: Array, size: int, key: Array | None) -> Array:
+    def predict(held: Parameters, x_M: Any, first: Any, size: int, key: Array | None) -> Array:
         return model.apply(held, jax.lax.dynamic_slice_in_dim(x_M, first, size), key)
 
-    def leave(held: Parameters, anchor: Parameters, start: Parameters | None, x_M: Array) -> Parameters:
-        return held
-
-    return Coordinates(lambda anchor, examples: anchor, lambda anchor, x_M: None, enter, predict, leave)
+    return Coordinates(
+        know=lambda theta_R, x_M: None,
+        enter=enter,
+        anchor=lambda theta_R, run_T, examples: take(theta_R, run_T),
+        predict=predict,
+        sent=_subtract,
+        norm=lambda sent, shared, x_M: jnp.sqrt(_squares(sent)),
+        add=lambda scale_C, sent_C, x_CM: _sum(scale_C, sent_C),
+        leave=lambda held_V, theta_R, start_V, run_V, x_M: held_V,
+    )
 
 
 def in_span(model: Model) -> Coordinates:
@@ -52,37 +104,64 @@ def in_span(model: Model) -> Coordinates:
     head = model.head
     assert head is not None, "a model without a dense first layer has no span"
 
-    def hold(a: float, parameters: Parameters, examples: int) -> Parameters:
-        first = parameters["first"]
-        zero_MH = jnp.zeros((examples, first["w"].shape[1]))
-        return {"a": jnp.float32(a), "A": zero_MH, "b": first["b"], "rest": parameters["rest"]}
-
-    def know(anchor: Parameters, x_M: Array) -> Any:
-        return x_M.reshape(x_M.shape[0], -1) @ anchor["first"]["w"]
-
-    def enter(anchor: Parameters, start: Parameters | None, x_M: Array) -> tuple[Parameters, Any]:
+    def know(theta_R: Parameters, x_M: Array) -> Any:
         x_MF = x_M.reshape(x_M.shape[0], -1)
-        gram_MM = x_MF @ x_MF.T
-        if start is None:
-            held = hold(0.0, anchor, x_M.shape[0])
-            return held, (jnp.zeros_like(held["A"]), gram_MM)
-        return hold(1.0, start, x_M.shape[0]), (x_MF @ (start["first"]["w"] - anchor["first"]["w"]), gram_MM)
+        from_anchor_RMH = jnp.einsum("mf,rfh->rmh", x_MF, theta_R["first"]["w"])
+        return from_anchor_RMH, jnp.matmul(x_MF, turned(x_MF), precision=EXACT)
 
-    def predict(held: Parameters, alone: Any, from_anchor_MH: Any, first: Array, size: int, key: Array | None) -> Array:
-        from_start_MH, gram_MM = alone
-        base_BH, start_BH, gram_BM = (
-            jax.lax.dynamic_slice_in_dim(known, first, size) for known in (from_anchor_MH, from_start_MH, gram_MM)
-        )
-        a = jax.lax.stop_gradient(held["a"])  # a moves by the pull alone
-        return head(held["rest"], base_BH + a * start_BH + _reach(held["A"], gram_BM, first) + held["b"], key)
+    def enter(theta_R: Parameters, start_V: Parameters, run_V: np.ndarray, x_M: Array, shared: Any) -> Any:
+        from_anchor_RMH, gram_MM = shared
+        runs, examples, units = from_anchor_RMH.shape
+        run_T = np.concatenate([np.arange(runs), run_V])
+        gram_TMM = jnp.broadcast_to(gram_MM, (len(run_T), examples, examples))
+        held_T = _join(_upper(theta_R), None if start_V is None else _upper(start_V))
+        held_T |= {"A": jnp.zeros((len(run_T), examples, units))}
+        if start_V is None:
+            return held_T, (from_anchor_RMH, None, gram_TMM)
+        from_start_VMH = x_M.reshape(examples, -1) @ start_V["first"]["w"] - from_anchor_RMH[run_V]
+        from_start_TMH = jnp.concatenate([jnp.zeros_like(from_anchor_RMH), from_start_VMH])
+        held_T["a"] = jnp.asarray(np.arange(len(run_T)) >= runs, jnp.float32)
+        return held_T, (from_anchor_RMH[run_T], from_start_TMH, gram_TMM)
 
-    def leave(held: Parameters, anchor: Parameters, start: Parameters | None, x_M: Array) -> Parameters:
-        w_FH = anchor["first"]["w"] + x_M.reshape(x_M.shape[0], -1).T @ held["A"]
-        if start is not None:
-            w_FH = w_FH + held["a"] * (start["first"]["w"] - anchor["first"]["w"])
-        return {"first": {"w": w_FH, "b": held["b"]}, "rest": held["rest"]}
+    def anchor(theta_R: Parameters, run_T: np.ndarray, examples: int) -> Parameters:
+        runs, units = theta_R["first"]["b"].shape
+        held_T = take(_upper(theta_R), run_T) | {"A": jnp.zeros((len(run_T), examples, units))}
+        return held_T if len(run_T) == runs else held_T | {"a": jnp.zeros(len(run_T))}
 
-    return Coordinates(lambda anchor, examples: hold(0.0, anchor, examples), know, enter, predict, leave)
+    def predict(held: Parameters, known: Any, first: Any, size: int, key: Array | None) -> Array:
+        from_anchor_MH, from_start_MH, gram_MM = known
+        cut = lambda known: jax.lax.dynamic_slice_in_dim(known, first, size)  # noqa: E731
+        h_BH = cut(from_anchor_MH) + _reach(held["A"], cut(gram_MM), first) + held["b"]
+        if from_start_MH is not None:
+            h_BH = h_BH + jax.lax.stop_gradient(held["a"]) * cut(from_start_MH)  # a moves by the pull alone
+        return head(held["rest"], h_BH, key)
+
+    def sent(held: Parameters, theta: Parameters) -> Parameters:
+        return _subtract({"b": held["b"], "rest": held["rest"]}, _upper(theta)) | {"A": held["A"]}
+
+    def norm(sent: Parameters, shared: Any, x_M: Array) -> Array:
+        _, gram_MM = shared
+        examples, inputs = x_M.shape[0], math.prod(x_M.shape[1:])
+        first = jnp.sum(sent["A"] * jnp.matmul(gram_MM, sent["A"], precision=EXACT))
+        # Where examples cancel, rounding could make the norm too small, and a clip too weak: as much is added.
+        rounding = (2 * examples + math.sqrt(inputs)) * 2.0**-24 * jnp.trace(gram_MM) * jnp.sum(sent["A"] ** 2)
+        return jnp.sqrt(jnp.maximum(first, 0.0) + rounding + _squares({"b": sent["b"], "rest": sent["rest"]}))
+
+    def add(scale_C: Array, sent_C: Parameters, x_CM: Array) -> Parameters:
+        w_FH = jnp.einsum("cmf,cmh->fh", x_CM.reshape(*x_CM.shape[:2], -1), _weigh(scale_C, sent_C["A"]))
+        others = _sum(scale_C, {"b": sent_C["b"], "rest": sent_C["rest"]})
+        return {"first": {"w": w_FH, "b": others["b"]}, "rest": others["rest"]}
+
+    def leave(
+        held_V: Parameters, theta_R: Parameters, start_V: Parameters, run_V: np.ndarray, x_M: Array
+    ) -> Parameters:
+        a_V11, x_MF = held_V["a"][:, None, None], x_M.reshape(x_M.shape[0], -1)
+        anchor_VFH = theta_R["first"]["w"][run_V]
+        learnt_VFH = jnp.einsum("mf,vmh->vfh", x_MF, held_V["A"])
+        w_VFH = anchor_VFH + a_V11 * (start_V["first"]["w"] - anchor_VFH) + learnt_VFH
+        return {"first": {"w": w_VFH, "b": held_V["b"]}, "rest": held_V["rest"]}
+
+    return Coordinates(know, enter, anchor, predict, sent, norm, add, leave)
 
 
 @jax.custom_vjp

@@ -35,16 +35,13 @@ def gradient(network: Network, x_BF: np.ndarray, y_B: np.ndarray) -> Network:
 
 def flat(network: Network) -> np.ndarray:
     """The parameters in the order in which the engine ravels them."""
-    return np.concatenate([network[name].ravel() for name in ("b1", "w1", "b2", "w2")])
+    return np.concatenate([network["b1"], network["w1"].ravel(), network["b2"], network["w2"].T.ravel()])
 
 
 def unflat(theta: np.ndarray, like: Network) -> Network:
     """The inverse of ``flat``."""
-    network, at = {}, 0
-    for name in ("b1", "w1", "b2", "w2"):
-        network[name] = theta[at : at + like[name].size].reshape(like[name].shape)
-        at += like[name].size
-    return network
+    b1, w1, b2, w2 = np.split(theta, np.cumsum([like[name].size for name in ("b1", "w1", "b2")]))
+    return {"b1": b1, "w1": w1.reshape(like["w1"].shape), "b2": b2, "w2": w2.reshape(like["w2"].T.shape).T}
 
 
 def client_update(theta_0: Network, theta_j: Network, x: np.ndarray, y: np.ndarray, order: np.ndarray, eta: float,

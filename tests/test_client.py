@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.flatten_util import ravel_pytree
 
-from fedhdp.client import LocalTraining, client_updates, coordinates, flatten, shuffle
+from fedhdp.client import LocalTraining, as_floats, client_updates, coordinates, orders, shuffle, updates_in_full
 from fedhdp.models import (
     Model,
     _convolve_and_halve,
@@ -41,15 +42,43 @@ def clients(seed: int, model: Model, counts: list[int], shape: tuple[int, ...], 
 
 def trained(model, training, made, held_in):
     """Updates and personal models, flat."""
-    update_CP, own_CP = updates(model, training, made, held_in)
+    update_CP, own_CP, _ = updates(model, training, made, held_in)
     return np.asarray(update_CP), np.asarray(own_CP)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 3, 4))
 def updates(model, training, made, held_in, full=False):
     """Updates and personal models, flat, in one compilation."""
-    update_C, own_C = client_updates(model, training, *made, training.rates(0), held_in, full)
-    return flatten(update_C), flatten(own_C)
+    theta, personal_C, x_CM, y_CM, count_C, pull_C, key_C = made
+    order_CM = orders(key_C, count_C, x_CM.shape[1])
+    x_CM, y_CM = (
+        jnp.take_along_axis(a, order_CM.reshape(*order_CM.shape, *[1] * (a.ndim - 2)), 1) for a in (x_CM, y_CM)
+    )
+    x_CM = as_floats(x_CM)
+    theta_R = jax.tree.map(lambda leaf: leaf[None], theta)
+    personal_CV = jax.tree.map(lambda leaf: leaf[:, None], personal_C)
+    sent, own_CV = client_updates(
+        model,
+        training,
+        held_in,
+        theta_R,
+        personal_CV,
+        np.zeros(1, int),
+        x_CM,
+        y_CM,
+        count_C,
+        pull_C[:, None],
+        key_C,
+        jnp.array(training.rates(0)),
+        full,
+    )
+    update_CR = updates_in_full(held_in, sent, x_CM)
+    return flatten(update_CR), flatten(own_CV), sent.norm_CR[:, 0]
+
+
+def flatten(parameters_C1):
+    """Stacked parameters as one row for each client."""
+    return jax.vmap(lambda parameters: ravel_pytree(parameters)[0])(parameters_C1)
 
 
 @settings(max_examples=8, deadline=None)
@@ -103,7 +132,7 @@ def test_a_strong_pull_keeps_personal_models_at_the_global_one():
     training = LocalTraining(epochs=20, batch_size=8, learning_rate=0.01)
     pull_C = jnp.array([0.0, 50.0])
     _, own_CP = trained(model, training, (theta, personal_C, x_CM, y_CM, count_C, pull_C, key_C), in_span(model))
-    theta_P = np.asarray(flatten(jax.tree.map(lambda a: a[None], theta)))[0]
+    theta_P = np.asarray(ravel_pytree(theta)[0])
     away = np.linalg.norm(own_CP - theta_P, axis=1)
     assert away[1] < 0.05 * away[0]
 
@@ -209,3 +238,16 @@ def test_clients_without_padding_train_the_same_with_batches_known_beforehand(co
     tight = (theta, personal_C, x_CM[:, :count], y_CM[:, :count], *rest)
     for one, other in zip(padded, updates(model, training, tight, in_span(model), full=True)):
         np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.data())
+def test_norms_in_the_span_are_those_of_the_updates_and_never_too_small(data):
+    model, training = mlp(60, 8, 3), LocalTraining(epochs=data.draw(st.integers(1, 6)), batch_size=5, learning_rate=0.5)
+    theta, personal_C, x_CM, *rest = clients(data.draw(st.integers(0, 99)), model, [10, 7, 5], (60,), 10, 3)
+    if data.draw(st.booleans()):  # the same image under many labels: what it is taught cancels
+        x_CM[:] = x_CM[:, :1]
+    update_CP, _, norm_C = updates(model, training, (theta, personal_C, x_CM, *rest), in_span(model))
+    norms = np.linalg.norm(np.asarray(update_CP, np.float64), axis=1)
+    assert (np.asarray(norm_C) >= norms * (1 - 1e-6)).all()
+    np.testing.assert_allclose(norm_C, norms, rtol=2e-3)

@@ -123,13 +123,15 @@ def test_a_wanted_epsilon_is_kept(whole):
 def test_a_run_killed_at_any_moment_goes_on_to_the_same_end_to_the_bit(whole, tmp_path):
     folder = tmp_path / "killed"
     process = subprocess.Popen([*FEDHDP, "run", str(TINY), "--out", str(folder)], stderr=subprocess.DEVNULL)
-    _kill_when(process, lambda: (folder / "dp-fedavg" / "checkpoint.npz").exists())
-    for place in ("fedhdp/history.csv", "fedhdp/checkpoint.npz"):
+    kept, history = folder / "dp-fedavg" / "checkpoint.npz", folder / "fedhdp" / "history.csv"
+    _kill_when(process, kept.exists)
+    for path in (history, kept):
+        before = path.stat().st_mtime_ns
         process = subprocess.Popen([*FEDHDP, "run", "--resume", str(folder)], stderr=subprocess.DEVNULL)
-        _kill_when(process, lambda place=place: (folder / place).exists())
+        _kill_when(process, lambda path=path, before=before: path.exists() and path.stat().st_mtime_ns != before)
     assert not (folder / "summary.json").exists()
-    with open(folder / "fedhdp" / "history.csv", "a") as history:
-        history.write("12,server,glo")  # as if it had been killed in the middle of a line
+    with open(history, "a") as torn:
+        torn.write("12,server,glo")  # as if it had been killed in the middle of a line
     done = command("run", "--resume", folder, "--json", check=True)
     assert json.loads(done.stdout)["experiment"] == "tiny"
     same_run(whole, folder)
@@ -166,7 +168,11 @@ def test_a_watcher_that_says_no_interrupts_and_the_run_goes_on_from_there(whole,
         run(tiny(checkpoint_seconds=1e9), folder, lambda progress: progress.round < 7)
     seen = []
     resume(folder, lambda progress: seen.append(progress) or True)
-    assert [(p.variant, p.round) for p in seen[:3]] == [("DP-FedAvg", 0), ("DP-FedAvg", 0), ("DP-FedAvg", 8)]
+    assert [(p.variant, p.round) for p in seen[:3]] == [
+        ("DP-FedAvg", 0),
+        ("2 variants together", 0),
+        ("2 variants together", 8),
+    ]
     same_run(whole, folder)
 
 
@@ -283,7 +289,7 @@ def test_a_folder_that_another_process_writes_to_is_left_alone(tmp_path):
 
 DAMAGE = {
     "experiment.toml": b"rounds = ",
-    "fedhdp/checkpoint.npz": b"PK\x03\x04 half a file",
+    "dp-fedavg/checkpoint.npz": b"PK\x03\x04 half a file",
     "fedhdp/history.csv": b"round,group,model,metric,value\n4,server,global\n8,server,global,accuracy,0.1\n",
     "dp-fedavg/result.json": b'{"name": "DP-FedAvg"',
     "run.json": b"{}",
@@ -294,7 +300,7 @@ DAMAGE = {
 def test_a_damaged_run_folder_is_refused_in_one_line_and_nothing_is_lost(name, tmp_path):
     folder = tmp_path / "run"
     with pytest.raises(Interrupted):
-        run(tiny(), folder, lambda progress: (progress.variant, progress.round) != ("FedHDP", 6))
+        run(tiny(), folder, lambda progress: progress.round != 6)
     (folder / name).write_bytes(DAMAGE[name])
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(DamagedRun, match=re.escape(name)) as error:
@@ -407,7 +413,7 @@ def test_json_prints_one_document_and_nothing_else_on_standard_output(tmp_path):
     assert all(set(group) >= needed for group in variant["groups"])
     assert variant["groups"][0]["epsilon"] is None
     assert variant["groups"][1]["epsilon"] > 0
-    assert "[2/2] FedHDP: round 3/3" in said.stderr  # plain lines where there is no terminal
+    assert "[1/2] 2 variants together: round 3/3" in said.stderr  # plain lines where there is no terminal
     assert "\x1b" not in said.stderr
 
 
@@ -425,3 +431,41 @@ def test_list_and_version_answer():
     listed = command("list", check=True).stdout
     assert [line.split()[0] for line in listed.splitlines()] == list(EXPERIMENTS)
     assert re.fullmatch(r"fedhdp \d+\.\d+\.\d+\n", command("--version", check=True).stdout)
+
+
+def test_variants_that_differ_in_pulls_alone_share_one_global_training(tmp_path):
+    (variant,) = (one for one in tiny().variants if one.name == "FedHDP")
+    pulls = {f"pull {pull:g}": {"private": pull, "opted out": pull} for pull in (0.0, 0.5, 5.0)}
+    variants = tuple(replace(variant, name=name, pulls=pull) for name, pull in pulls.items())
+    experiment = tiny(variants=variants, noise_seed=None, data=replace(tiny().data, validation=0.4))
+    summary = run(experiment, tmp_path / "run", onwards)  # with noise nobody can draw again
+    models = [results.read_arrays(tmp_path / "run" / results.slug(name) / "model.npz") for name in pulls]
+    for other in models[1:]:
+        for name in models[0]:
+            np.testing.assert_array_equal(models[0][name], other[name])
+    personal = [[group.personal_accuracy for group in one.groups] for one in summary.variants]
+    assert len({tuple(accuracies) for accuracies in personal}) > 1
+    for number, group in enumerate(summary.variants[0].groups):
+        offered = [accuracies[number] for accuracies in personal]
+        assert min(offered) - 0.3 <= group.chosen_accuracy <= 1
+        assert {one.groups[number].chosen_accuracy for one in summary.variants} == {group.chosen_accuracy}
+
+
+def test_a_variant_that_draws_other_cohorts_runs_by_itself(tmp_path):
+    first, second = tiny().variants
+    seen = []
+    variants = (first, replace(second, sampling="fixed"), replace(second, name="third"))
+    run(tiny(variants=variants), tmp_path / "run", lambda progress: seen.append(progress.variant) or True)
+    assert list(dict.fromkeys(seen)) == ["DP-FedAvg", "2 variants together", "FedHDP"]
+
+
+def test_with_a_ledger_pulls_are_charged_once_and_trainings_one_by_one(tmp_path):
+    first, second = tiny().variants
+    both = (
+        replace(second, name="weak", pulls={"private": 0.1}),
+        replace(second, name="strong", pulls={"private": 2.0}),
+    )
+    ledger = tmp_path / "ledger.db"
+    run(tiny(variants=(first, *both), ledger=str(ledger), rounds=2), tmp_path / "run", onwards)
+    with Ledger(ledger, fits) as opened:
+        assert [(one.name.split("/")[1], one.charged) for one in opened.runs()] == [("DP-FedAvg", 2), ("weak", 2)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fedhdp.mechanism import AdaptiveClip
-from fedhdp.server import Sums, clip_and_sum, private_mean, sample_cohort
+from fedhdp.server import Sums, clip_and_sum, in_rows, private_mean, sample_cohort
 
 MECHANISM = mechanism_of((50, 0.0, 1.0), (50, 1.5, 0.1), rate=0.2)
 
@@ -22,9 +22,8 @@ MECHANISM = mechanism_of((50, 0.0, 1.0), (50, 1.5, 0.1), rate=0.2)
 def summed(update_CP, group_C, clip=0.5, mechanism=MECHANISM, came_C=None) -> Sums:
     """The sums of these updates."""
     came_C = np.ones(len(update_CP), bool) if came_C is None else np.asarray(came_C)
-    return clip_and_sum(
-        mechanism.terms, jnp.float32(clip), jnp.asarray(update_CP, jnp.float32), np.asarray(group_C), came_C
-    )
+    updates = in_rows(jnp.asarray(update_CP, jnp.float32))
+    return clip_and_sum(mechanism.terms, jnp.float32(clip), updates, np.asarray(group_C), came_C)
 
 
 def nothing(parameters: int, groups: int = 2) -> Sums:

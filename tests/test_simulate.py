@@ -60,16 +60,21 @@ def test_the_engine_agrees_with_plain_loops_where_clients_are_alike():
 def agree(population: Population, mechanism: Mechanism) -> None:
     """The engine and the reference come to the same models and clip."""
     simulation, state = final(population, mechanism, rounds=5)
-    first = simulation.engine.unravel(simulation.start().server.theta_P)
-    network = {"w1": first["first"]["w"], "b1": first["first"]["b"], "w2": first["rest"]["w"], "b2": first["rest"]["b"]}
+    first = simulation.engine.unravel(simulation.global_model(simulation.start()))
+    network = {
+        "w1": first["first"]["w"],
+        "b1": first["first"]["b"],
+        "w2": first["rest"]["w"].T,
+        "b2": first["rest"]["b"],
+    }
     network = {name: np.asarray(value, np.float64) for name, value in network.items()}
     theta, clip, personal = reference.train(population, mechanism, TRAINING, network, 5, seed=3, noise_seed=7)
 
-    np.testing.assert_allclose(state.server.theta_P, theta, atol=2e-5)
-    assert float(state.server.clip) == pytest.approx(clip, rel=1e-5)
+    np.testing.assert_allclose(simulation.global_model(state), theta, atol=2e-5)
+    assert float(state.server.clip[0]) == pytest.approx(clip, rel=1e-5)
     assert set(personal) == set(np.flatnonzero(~state.new_K))
     for client, own in personal.items():
-        np.testing.assert_allclose(np.asarray(state.personal_KP)[simulation._home(np.array(client))], own, atol=2e-5)
+        np.testing.assert_allclose(simulation.personal_models(state, np.array([client]))[0], own, atol=2e-5)
 
 
 def same(one, other) -> None:
@@ -101,19 +106,28 @@ def test_shared_and_per_group_noise_are_the_same_to_the_bit_with_one_private_gro
     same(final(population, chosen)[1], final(population, replace(chosen, noise="per_group"))[1])
 
 
-def test_personalisation_does_not_touch_the_global_model_by_a_bit(population):
-    without = replace(TRAINING, personalise=False)
-    _, one = final(population, CHOSEN)
-    _, other = final(population, CHOSEN, training=without)
-    assert other.personal_KP is None
+def test_personal_models_do_not_touch_the_global_model_by_a_bit(population):
+    stronger = replace(CHOSEN, groups=tuple(replace(group, pull=3.0) for group in CHOSEN.groups))
+    (weak, one), (strong, other) = final(population, CHOSEN), final(population, stronger)
     same(one.server, other.server)
+    took_part = np.flatnonzero(~one.new_K)
+    assert np.abs(weak.personal_models(one, took_part) - strong.personal_models(other, took_part)).max() > 0.01
+
+
+def test_without_personal_models_the_global_model_is_the_same(population):
+    _, one = final(population, CHOSEN)
+    _, other = final(population, CHOSEN, training=replace(TRAINING, personalise=False))
+    assert other.personal is None
+    np.testing.assert_allclose(
+        one.server.theta_P, other.server.theta_P, atol=1e-6
+    )  # clients are added in another order
 
 
 def test_local_only_leaves_the_global_model_where_it_was_and_trains_personal_ones(population):
     simulation, state = final(population, local_only(CHOSEN))
-    start = simulation.start().server.theta_P
-    np.testing.assert_array_equal(state.server.theta_P, start)
-    took_part = np.asarray(state.personal_KP)[simulation._home(np.flatnonzero(~state.new_K))]
+    start = simulation.global_model(simulation.start())
+    np.testing.assert_array_equal(simulation.global_model(state), start)
+    took_part = simulation.personal_models(state, np.flatnonzero(~state.new_K))
     assert (np.abs(took_part - np.asarray(start)).max(axis=1) > 0.01).all()
 
 
@@ -162,8 +176,8 @@ def test_a_client_whose_update_is_nan_contributes_nothing_and_is_counted(populat
     everyone = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=1.0)
     simulation, state = final(ill, everyone, rounds=2)
     assert np.isfinite(np.asarray(state.server.theta_P)).all()
-    assert np.isfinite(float(state.server.clip))
-    rows = simulation.evaluate(state)
+    assert np.isfinite(float(state.server.clip[0]))
+    (rows,) = simulation.evaluate(state)
     assert {row.group: row.value for row in rows if row.metric == "refused"} == {"group 0": 0, "group 1": 2}
 
 
@@ -219,16 +233,16 @@ def test_server_momentum_and_the_average_are_post_processing_of_the_same_updates
 
 def test_metrics_are_those_of_a_plain_loop(population):
     simulation, state = final(population, CHOSEN)
-    rows = {(r.group, r.model, r.metric): r.value for r in simulation.evaluate(state)}
+    rows = {(r.group, r.model, r.metric): r.value for r in simulation.evaluate(state)[0]}
     test, engine = population.test, simulation.engine
-    own_KP = np.asarray(state.personal_KP)[simulation._home(np.arange(population.clients))]
+    own_KP = simulation.personal_models(state, np.arange(population.clients))
     scores = {"global": [], "personal": []}
     for k in range(population.clients):
         here = slice(test.start_K[k], test.start_K[k] + test.count_K[k])
         x, y = test.x_N[here] / np.float32(255), test.y_N[here]
         for model in scores:
             mine = model == "personal" and not state.new_K[k]
-            theta = engine.unravel(own_KP[k] if mine else state.server.theta_P)
+            theta = engine.unravel(own_KP[k] if mine else simulation.global_model(state))
             scores[model].append(float((np.argmax(MODEL.apply(theta, x, None), axis=1) == y).mean()))
     first = 0
     for group in CHOSEN.groups:
@@ -252,7 +266,7 @@ from test_simulate import CHOSEN, final
 population = tiny_population([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6])
 simulation, state = final(population, CHOSEN)
 assert simulation.engine.devices == int(sys.argv[1])
-own = np.asarray(state.personal_KP)[simulation._home(np.flatnonzero(~state.new_K))]
+own = simulation.personal_models(state, np.flatnonzero(~state.new_K))
 np.savez(sys.argv[2], theta=state.server.theta_P, clip=state.server.clip, own=own)
 """
 

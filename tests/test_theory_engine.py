@@ -71,13 +71,13 @@ def played(
     """The state after two rounds, and the global model between them, which the second round's clients receive."""
     simulation = Simulation(population, DATASETS[dataset][1], promise, training, noise_seed=0)
     state = simulation.play(simulation.start())
-    received_D = np.asarray(state.server.theta_P)
+    received_D = simulation.global_model(state)
     return simulation, simulation.play(state), received_D
 
 
 def personal_models(simulation: Simulation, state: State) -> np.ndarray:
     """Every client's personal model, in the order of the clients."""
-    return simulation.pack(state)["personal"]
+    return simulation.personal_models(state, np.flatnonzero(~state.new_K))
 
 
 def least_squares(population: Population) -> np.ndarray:
@@ -144,9 +144,9 @@ def test_with_noise_the_engines_server_and_clients_err_as_predicted(dataset, lev
         population = draw(dataset, problem, seed)
         simulation = Simulation(population, DATASETS[dataset][1], promise, FOR_ALL, noise_seed=seed)
         state = simulation.play(state or simulation.start())  # a step at rate 1 leaves nothing of where it began
-        server_T.append(np.mean((np.asarray(state.server.theta_P) - population.server_y_N.ravel()) ** 2))
+        server_T.append(np.mean((simulation.global_model(state) - population.server_y_N.ravel()) ** 2))
         state = simulation.play(state)
-        rows = simulation.evaluate(state)
+        (rows,) = simulation.evaluate(state)
         client_TG.append([row.value for row in rows if (row.model, row.metric) == ("personal", "accuracy")])
     # with the noise on the server nobody can take their own out: the error is the one with own noise inside
     predicted = [theory.server_variance(problem, weight_G), *theory.client_mse(problem, weight_G, pull_G)]

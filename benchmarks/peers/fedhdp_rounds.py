@@ -50,19 +50,19 @@ def main() -> None:
     mechanism = whole(work) if personal else plain(work)
     simulation = Simulation(population, model, mechanism, training, seed=work.seed)
     w1, b1, w2, b2 = w.start(work)
-    theta_P, _ = ravel_pytree({"first": {"w": w1, "b": b1}, "rest": {"w": w2, "b": b2}})
+    theta_P, _ = ravel_pytree({"first": {"w": w1, "b": b1}, "rest": {"w": w2.T, "b": b2}})
     state = simulation.start()
-    first = jax.device_put(state.server._replace(theta_P=theta_P), simulation.engine.everywhere)
+    first = jax.device_put(state.server._replace(theta_P=theta_P[None]), simulation.engine.everywhere)
     state = state._replace(server=first)
 
     def play(number: int) -> None:
         nonlocal state
         state = simulation.play(state)
-        jax.block_until_ready((state.server, state.personal_KP))
+        jax.block_until_ready((state.server, state.personal))
 
     seconds = w.time_rounds(asked, play)
-    trained = simulation.engine.unravel(state.server.theta_P)
-    parts = [trained["first"]["w"], trained["first"]["b"], trained["rest"]["w"], trained["rest"]["b"]]
+    trained = simulation.engine.unravel(simulation.global_model(state))
+    parts = [trained["first"]["w"], trained["first"]["b"], trained["rest"]["w"].T, trained["rest"]["b"]]
     came = round(mechanism.expected_cohort)
     steps = came * training.epochs * -(-work.samples // training.batch_size) * (2 if personal else 1)
     versions = {"fedhdp": fedhdp.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}

@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fedhdp.datasets.glyphs import GLYPHS, STROKES, shapes
-from fedhdp.population import Population, examples
+from fedhdp.population import Population, Source, examples
 
 Split = Literal["by_writer", "one_digit", "skewed"]
 
@@ -50,6 +50,8 @@ INK = 5.0  # how dark a line is: more makes it darker and broader
 FAINTEST, DARKEST = 0.08, 0.95  # what is fainter leaves the paper blank, what is darker is full ink
 WRITERS = 500  # whose samples the clients share where clients are not writers (MNIST's train images: 539)
 SKEWED_CLASS = 7
+MOST_IMAGES = 5_000_000  # of train images that are all made at once: 4 GB
+TESTED = 2000  # clients who have test images where there are more
 CHUNK = 256  # images made at once: one compilation, temporaries that stay in the cache
 
 # One stream of random numbers for each purpose; a writer's number starts anew in each of the three crowds.
@@ -79,17 +81,42 @@ def handwriting(
     seed: int = 0,
     test_sizes: Sequence[int] | None = None,
 ) -> Population:
-    """A population whose clients hold handwriting: each its own, or each that of many writers in one class."""
+    """A population whose clients hold handwriting: each its own, or each that of many writers in one class.
+
+    What would not fit into memory is written when a client is asked for it, and not everybody is tested: about
+    ``TESTED`` clients, evenly among all.
+    """
     _check(clients, samples, test_samples, server_test, split, classes, skewed_clients, sizes, test_sizes, seed)
     count_K = np.full(clients, samples) if sizes is None else np.asarray(sizes)
     test_count_K = np.full(clients, test_samples) if test_sizes is None else np.asarray(test_sizes)
-    make = partial(
-        client_examples, np.arange(clients), split=split, classes=classes, skewed_clients=skewed_clients, seed=seed
-    )
-    train = examples(*make(count_K, part="train"), count_K)
-    test = examples(*make(test_count_K, part="test"), test_count_K)
+    make = partial(client_examples, split=split, classes=classes, skewed_clients=skewed_clients, seed=seed)
+    train: Source
+    if count_K.sum() > MOST_IMAGES:
+        train = OnDemand(count_K.astype(np.int32), make)
+        test_count_K = np.where(np.arange(clients) % -(-clients // TESTED) == 0, test_count_K, 0)
+    else:
+        train = examples(*make(np.arange(clients), count_K, part="train"), count_K)
+    test = examples(*make(np.arange(clients), test_count_K, part="test"), test_count_K)
     server_x_N, server_y_N = server_examples(server_test, classes, seed)
     return Population(f"handwriting-{split}-{classes}", train, test, server_x_N, server_y_N, classes)
+
+
+class OnDemand(NamedTuple):
+    """Train examples that are written when their clients are asked."""
+
+    count_K: np.ndarray
+    make: Callable[..., tuple[np.ndarray, np.ndarray]]
+
+    @property
+    def alike(self) -> bool:
+        """Whether all clients have the same number of examples."""
+        return bool((self.count_K == self.count_K[0]).all())
+
+    def take(self, clients_C: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+        """The examples of these clients, each padded to the same capacity with zeros."""
+        count_C = self.count_K[clients_C]
+        made = examples(*self.make(clients_C, count_C, part="train"), count_C)
+        return made.take(np.arange(len(clients_C)), capacity)
 
 
 def client_examples(

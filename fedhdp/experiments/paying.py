@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from fedhdp.accounting import compose, rounds_left, spends
 from fedhdp.experiments.spec import Experiment
 from fedhdp.ledger import BudgetError, Ledger
+from fedhdp.mechanism import Mechanism
 from fedhdp.outcome import ACCOUNTING, GroupResult, group_results
 from fedhdp.simulate import Simulation
 
@@ -23,12 +24,20 @@ class BudgetSpent(Exception):
 
 
 class Payer:
-    """Pays for one variant's rounds."""
+    """Pays for the rounds of one variant, or of several that share a global training."""
 
-    def __init__(self, experiment: Experiment, simulation: Simulation, ledger: Ledger | None, run: str, completed: int):
+    def __init__(
+        self,
+        experiment: Experiment,
+        simulation: Simulation,
+        number: int,
+        ledger: Ledger | None,
+        run: str,
+        completed: int,
+    ):
         self.experiment, self.simulation, self.ledger, self.run = experiment, simulation, ledger, run
-        self.whole = simulation.mechanism  # with everybody in it
-        if ledger is not None:
+        self.whole = simulation.mechanisms[number]  # with everybody in it
+        if ledger is not None and number == 0:  # with a ledger all variants of a simulation are one run
             for name, budget in experiment.budgets.items():
                 known = ledger.budget(name) if name in ledger.groups() else None
                 if known is None or (budget.epsilon <= known.epsilon and budget.delta <= known.delta):
@@ -50,9 +59,11 @@ class Payer:
                     raise BudgetSpent(f"{error}; nobody is left") from error
 
     def _leave_out(self, names: tuple[str, ...]) -> None:
-        mechanism = self.simulation.mechanism
-        groups = (replace(group, sampling_rate=0.0) if group.name in names else group for group in mechanism.groups)
-        self.simulation.mechanism = replace(mechanism, groups=tuple(groups))
+        def without(mechanism: Mechanism) -> Mechanism:
+            groups = (replace(group, sampling_rate=0.0) if group.name in names else group for group in mechanism.groups)
+            return replace(mechanism, groups=tuple(groups))
+
+        self.simulation.play_by([without(mechanism) for mechanism in self.simulation.mechanisms])
 
     def epsilon(self, rounds: int) -> dict[str, float]:
         """Each group's epsilon for this run so far, or for all runs where there is a ledger."""

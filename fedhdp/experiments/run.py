@@ -1,11 +1,13 @@
-"""An experiment run into a folder: every variant in turn, with checkpoints, and on from there after a crash."""
+"""An experiment run into a folder: its variants together as far as they can be, with checkpoints, and on after a crash."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -17,22 +19,26 @@ from fedhdp.experiments.spec import Experiment, from_toml, to_toml
 from fedhdp.ledger import Ledger
 from fedhdp.mechanism import Mechanism
 from fedhdp.metrics import SERVER, Row
+from fedhdp.models import Model
 from fedhdp.outcome import Summary, VariantResult, fill_in
 from fedhdp.results import RunFolder, VariantFolder
-from fedhdp.simulate import Simulation
+from fedhdp.simulate import Simulation, State, cohorts_of, global_training
+from fedhdp.stores import personal_bytes, personal_room
 
 
 class Progress(NamedTuple):
     """Where a run stands."""
 
-    variant: str
-    number: int  # of the variant, the first being 1
+    variant: str  # its name, or how many run together
+    number: int  # of the first of them, the first of all being 1
     variants: int
     round: int
     rounds: int
-    accuracy: float | None  # on the server's test set, as last evaluated
-    epsilon: dict[str, float]  # of each group, as last evaluated; empty where it is not known
-    left: dict[str, float]  # rounds that a group's budget still allows; empty without a ledger
+    accuracies: tuple[float, ...] = ()  # of each variant on the server's test set, as last evaluated
+    epsilon: Mapping[str, float] = MappingProxyType({})  # of each group, as last evaluated; empty where it is not known
+    left: Mapping[str, float] = MappingProxyType(
+        {}
+    )  # rounds that a group's budget still allows; empty without a ledger
 
 
 class Interrupted(Exception):
@@ -66,23 +72,53 @@ def _run(experiment: Experiment, mechanism: Mechanism, folder: RunFolder, watch:
     parts = [folder.variant(variant.name) for variant in experiment.variants]
     finished = [part.result() for part in parts]
     if None in finished:
-        _announce(experiment, finished.index(None), watch)
+        watch(
+            Progress(
+                experiment.variants[finished.index(None)].name,
+                finished.index(None) + 1,
+                len(parts),
+                0,
+                experiment.rounds,
+            )
+        )
         population = experiment.data.load(mechanism, experiment.seed)
         model = experiment.model.build(
             int(population.server_x_N[0].size), population.classes
         )  # one, so that it compiles once
+        mechanisms = [variant.mechanism(mechanism) for variant in experiment.variants]
         with _ledger(experiment) as ledger:
-            for index, variant in enumerate(experiment.variants):
-                if finished[index] is None:
-                    chosen = (variant.mechanism(mechanism), experiment.training, experiment.server)
-                    simulation = Simulation(population, model, *chosen, experiment.seed, experiment.noise_seed)
-                    finished[index] = _run_variant(
-                        experiment, index, simulation, folder.id, parts[index], ledger, watch
-                    )
+            for batch in _batches(experiment, mechanisms, model):
+                if any(finished[index] is None for index in batch):
+                    chosen = ([mechanisms[index] for index in batch], experiment.training, experiment.server)
+                    where = (experiment.seed, experiment.noise_seed, parts[batch[0]].path)
+                    simulation = Simulation(population, model, *chosen, *where)
+                    results_of = _run_batch(experiment, batch, simulation, folder.id, parts, ledger, watch)
+                    for index, result in zip(batch, results_of):
+                        finished[index] = result
     whole = [result for result in finished if result is not None]
     summary = Summary(experiment.name, sum(result.seconds for result in whole), whole, fedhdp.__version__)
     results.write_value(folder.path / results.SUMMARY, summary)
     return summary
+
+
+def _batches(experiment: Experiment, mechanisms: list[Mechanism], model: Model) -> list[list[int]]:
+    """Which variants run together: those that share a global training always, others as far as memory allows.
+
+    With a ledger each global training runs by itself, since a budget that is spent may change its cohorts.
+    """
+    trainings: dict[Mechanism, list[int]] = {}
+    for index, mechanism in enumerate(mechanisms):
+        trainings.setdefault(global_training(mechanism), []).append(index)
+    room = personal_room() // 3  # beside data and what a round computes with
+    each = personal_bytes(model, mechanisms[0].clients) if experiment.training.personalise else 0
+    batches: dict[tuple, list[list[int]]] = {}
+    for training, indices in trainings.items():
+        made = batches.setdefault(cohorts_of(training), [])
+        if made and experiment.ledger is None and (len(made[-1]) + len(indices)) * each <= room:
+            made[-1] += indices
+        else:
+            made.append(list(indices))
+    return [batch for made in batches.values() for batch in made]
 
 
 @contextmanager
@@ -96,67 +132,84 @@ def _ledger(experiment: Experiment) -> Iterator[Ledger | None]:
         yield ledger
 
 
-def _run_variant(
+def _run_batch(
     experiment: Experiment,
-    index: int,
+    batch: list[int],
     simulation: Simulation,
     run_id: str,
-    part: VariantFolder,
+    all_parts: list[VariantFolder],
     ledger: Ledger | None,
     watch: Watch,
-) -> VariantResult:
-    variant, begun = experiment.variants[index], time.monotonic()
-    _announce(experiment, index, watch)
-    checkpoint = part.checkpoint()
+) -> list[VariantResult]:
+    """Variants that run together; what they go on from is kept with the first of them, which is finished last."""
+    variants, parts = [experiment.variants[index] for index in batch], [all_parts[index] for index in batch]
+    begun = time.monotonic()
+    name = variants[0].name if len(batch) == 1 else f"{len(batch)} variants together"
+    place = (name, batch[0] + 1, len(experiment.variants))
+    watch(Progress(*place, 0, experiment.rounds))
+    checkpoint = parts[0].checkpoint()
     state = simulation.start() if checkpoint is None else simulation.unpack(checkpoint)
     seconds_before = 0.0 if checkpoint is None else float(checkpoint["seconds"])
-    history = [] if checkpoint is None else part.history(until=state.round)
-    part.restart_history(history)
-    payer = Payer(experiment, simulation, ledger, f"{run_id}/{variant.name}", completed=state.round)
-    epsilon, left, stopped, kept = payer.epsilon(state.round), payer.rounds_left(), None, begun
+    histories = [[] if checkpoint is None else part.history(until=state.round) for part in parts]
+    for part, history in zip(parts, histories):
+        part.restart_history(history)
+    first = {
+        run: variants[simulation.run_of.index(run)].name for run in simulation.run_of
+    }  # under which a run is charged
+    payers = [
+        Payer(experiment, simulation, number, ledger, f"{run_id}/{first[run]}", completed=state.round)
+        for number, run in enumerate(simulation.run_of)
+    ]
+    epsilon, left, stopped, kept = _priced(payers, state.round), payers[0].rounds_left(), None, begun
+
+    def evaluate(state: State) -> None:
+        for part, history, rows in zip(parts, histories, simulation.evaluate(state)):
+            part.append_history(rows)
+            history += rows
 
     while state.round < experiment.rounds:
         try:
-            payer.pay()
+            payers[0].pay()
         except BudgetSpent as error:
             stopped = str(error)
             break
+        previous = state.done
         state = simulation.play(state)
-        state.server.clip.block_until_ready()  # so that progress is what is done, not what is asked for
+        if previous is not None:
+            previous.block_until_ready()  # one round ahead at most: progress is what is done, not what is asked for
         if state.round % experiment.evaluate_every == 0 or state.round == experiment.rounds:
-            rows = simulation.evaluate(state)
-            part.append_history(rows)
-            history += rows
-            epsilon, left = payer.epsilon(state.round), payer.rounds_left()
-        place = (variant.name, index + 1, len(experiment.variants), state.round, experiment.rounds)
-        go_on = watch(Progress(*place, _latest(history), epsilon, left))
+            evaluate(state)
+            epsilon, left = _priced(payers, state.round), payers[0].rounds_left()
+        latest = tuple(value for value in map(_latest, histories) if value is not None)
+        go_on = watch(Progress(*place, state.round, experiment.rounds, latest, epsilon, left))
         now = time.monotonic()
         if not go_on or now - kept >= experiment.checkpoint_seconds:
-            part.keep_checkpoint(simulation.pack(state) | {"seconds": np.array(seconds_before + now - begun)})
+            parts[0].keep_checkpoint(simulation.pack(state) | {"seconds": np.array(seconds_before + now - begun)})
             kept = now
         if not go_on:
             raise Interrupted
 
-    if not history or history[-1].round != state.round:  # it ended before its time
-        rows = simulation.evaluate(state)
-        part.append_history(rows)
-        history += rows
-    seconds = seconds_before + time.monotonic() - begun
-    groups = payer.priced(state.round)
+    if not histories[0] or histories[0][-1].round != state.round:  # it ended before its time
+        evaluate(state)
+    seconds = (seconds_before + time.monotonic() - begun) / len(batch)
     repeatable = experiment.noise_seed is not None
-    result = VariantResult(variant.name, variant.algorithm, state.round, seconds, repeatable, groups, stopped=stopped)
-    result = fill_in(result, history)
-    part.finish(simulation.parameters(state), result)
-    return result
+    found = []
+    for number in reversed(range(len(batch))):
+        one, groups = variants[number], payers[number].priced(state.round)
+        result = VariantResult(one.name, one.algorithm, state.round, seconds, repeatable, groups, stopped=stopped)
+        found.append(fill_in(result, histories[number]))
+        parts[number].finish(simulation.parameters(state, number), found[-1])
+    return found[::-1]
 
 
-def _announce(experiment: Experiment, index: int, watch: Watch) -> None:
-    """Show that a variant is about to start: making data and compiling take their seconds."""
-    watch(
-        Progress(
-            experiment.variants[index].name, index + 1, len(experiment.variants), 0, experiment.rounds, None, {}, {}
-        )
-    )
+def _priced(payers: list[Payer], rounds: int) -> dict[str, float]:
+    """Each group's largest epsilon among the variants that protect it; infinity if none does."""
+    by_payer = [payer.epsilon(rounds) for payer in payers]
+    found = {}
+    for name in by_payer[0]:
+        finite = [epsilon[name] for epsilon in by_payer if math.isfinite(epsilon[name])]
+        found[name] = max(finite, default=math.inf)
+    return found
 
 
 def _latest(history: list[Row]) -> float | None:

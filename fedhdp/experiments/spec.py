@@ -20,7 +20,7 @@ from fedhdp.algorithms import ALGORITHMS
 from fedhdp.client import LocalTraining
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup, require
 from fedhdp.models import Model, cnn, linear, mlp
-from fedhdp.population import Population
+from fedhdp.population import Population, hold_out
 from fedhdp.server import ServerStep
 
 
@@ -95,6 +95,7 @@ class Handwriting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     split: Literal["by_writer", "one_digit", "skewed"] = "one_digit"
     classes: Literal[10, 62] = 10
     sizes: Literal["alike", "tff"] = "alike"  # tff: as many examples as the clients of TFF's federated EMNIST have
+    validation: float = 0.0  # the share of its train examples that a client holds out, to choose its pull by
 
     def load(self, mechanism: Mechanism, seed: int) -> Population:
         """Make it; in the skewed split it is the first group who all hold one digit."""
@@ -106,7 +107,8 @@ class Handwriting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         sizes, test_sizes = None, None
         if self.sizes == "tff":
             sizes, test_sizes = (size_K[: self.clients].tolist() for size_K in tff_sizes(self.classes, seed))
-        return handwriting(*numbers, self.split, self.classes, skewed, sizes, seed, test_sizes)
+        made = handwriting(*numbers, self.split, self.classes, skewed, sizes, seed, test_sizes)
+        return hold_out(made, self.validation, seed)
 
 
 class Mnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="mnist"):
@@ -116,13 +118,15 @@ class Mnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     samples: int = 30
     test_samples: int = 100
     split: Literal["by_writer", "one_digit", "skewed"] = "one_digit"
+    validation: float = 0.0
 
     def load(self, mechanism: Mechanism, seed: int) -> Population:
         """Read it; in the skewed split it is the first group who all hold a 7."""
         from fedhdp.datasets.mnist import mnist
 
         skewed = mechanism.groups[0].clients if self.split == "skewed" else 0
-        return mnist(self.split, self.clients, skewed, self.samples, self.test_samples, seed)
+        made = mnist(self.split, self.clients, skewed, self.samples, self.test_samples, seed)
+        return hold_out(made, self.validation, seed)
 
 
 class Femnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="femnist"):
@@ -131,12 +135,13 @@ class Femnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     clients: int
     origin: Literal["tff", "leaf", "330"] = "tff"
     classes: Literal[10, 62] = 62
+    validation: float = 0.0
 
     def load(self, mechanism: Mechanism, seed: int) -> Population:
         """Read it."""
         from fedhdp.datasets.femnist import femnist
 
-        return femnist(self.origin, self.classes, self.clients, seed)
+        return hold_out(femnist(self.origin, self.classes, self.clients, seed), self.validation, seed)
 
 
 class Mlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="mlp"):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedhdp.client import LocalTraining, as_floats, client_updates, coordinates
+from fedhdp.client import LocalTraining, as_floats, client_updates, coordinates, orders, updates_in_full
 from fedhdp.flower.client_app import Trainer
 from fedhdp.flower.messages import Arrays
 from fedhdp.models import Model, Parameters
@@ -56,7 +56,7 @@ def built_in(
         own = _parameters(model, personal) if training.personalise else None
         seed, number = batches if batches is not None else (secrets.randbits(31), 0)
         key = jax.random.fold_in(_key(seed, BATCHES, round), number)
-        rates = tuple(jnp.float32(rate) for rate in training.rates(round))
+        rates = jnp.array(training.rates(round), jnp.float32)
         update, own = _train(model, training)(theta, own, x_M, y_M, jnp.float32(pull), key, rates)
         trained = jax.tree.map(jnp.add, theta, update)
         return named(trained), None if own is None else named(own)
@@ -68,12 +68,16 @@ def built_in(
 def _train(model: Model, training: LocalTraining) -> Callable:
     def of_one(theta, own, x_M, y_M, pull, key, rates):
         held_in = coordinates(model, len(x_M), int(np.prod(x_M.shape[1:])))
-        one = jax.tree.map(lambda leaf: leaf[None], (own, x_M, y_M, jnp.int32(len(x_M)), pull, key))
-        own_C, x_CM, y_CM, count_C, pull_C, key_C = one
-        made = client_updates(
-            model, training, theta, own_C, x_CM, y_CM, count_C, pull_C, key_C, rates, held_in, full=True
+        count_C, key_C = jnp.array([len(x_M)]), key[None]
+        order_M = orders(key_C, count_C, len(x_M))[0]
+        x_CM, y_CM = as_floats(x_M[order_M])[None], y_M[order_M][None]
+        theta_R = jax.tree.map(lambda leaf: leaf[None], theta)
+        own_CV = None if own is None else jax.tree.map(lambda leaf: leaf[None, None], own)
+        run_V, pull_CV = (np.zeros(0, int), jnp.zeros((1, 0))) if own is None else (np.zeros(1, int), pull[None, None])
+        sent, own_CV = client_updates(
+            model, training, held_in, theta_R, own_CV, run_V, x_CM, y_CM, count_C, pull_CV, key_C, rates, full=True
         )
-        return jax.tree.map(lambda leaf: leaf[0], made)
+        return jax.tree.map(lambda leaf: leaf[0, 0], (updates_in_full(held_in, sent, x_CM), own_CV))
 
     return jax.jit(of_one)
 

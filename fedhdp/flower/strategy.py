@@ -41,12 +41,19 @@ from fedhdp.flower.messages import (
 )
 from fedhdp.flower.registry import Registry
 from fedhdp.flower.spending import Purse
+from fedhdp.mechanism import Terms
 from fedhdp.metrics import SERVER, Row, group_rows
 from fedhdp.server import ServerState, Sums
 from fedhdp.simulate import COHORT, NOISE, stream
 
 ABSENT, DECLINED, FAILED = "absent", "declined", "failed"
-_clip_and_sum = jax.jit(server.clip_and_sum)
+
+
+@jax.jit
+def _clip_and_sum(terms: Terms, clip: jax.Array, update_CP: jax.Array, *who: jax.Array) -> server.Sums:
+    return server.clip_and_sum(terms, clip, server.in_rows(update_CP), *who)
+
+
 _finish_round = jax.jit(server.finish_round, static_argnums=0)
 
 

@@ -1,0 +1,110 @@
+"""What a larger population costs: the same cohort out of ten thousand clients and out of a million.
+
+    python benchmarks/population.py                            10,000 and 1,000,000 clients, a cohort of 1,000
+    python benchmarks/population.py --clients 10000,1000000 --cohort 1000 --rounds 8
+
+Each line is a process of its own, so that its peak memory is its own. ``pool``: every client holds 30 images in a row of a
+pool of images that lie in memory. ``handwriting``: every client's 30 images are written when it is asked. Personal models
+are on the devices where they fit, else in a file; the file of a million clients has holes, and holds those who came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+SAMPLES = 30
+
+
+def measure(clients: int, cohort: int, rounds: int, data: str, personal: bool) -> dict:
+    """Seconds of each round, and the peak memory of this process."""
+    import jax
+    import numpy as np
+
+    from fedhdp.client import LocalTraining
+    from fedhdp.datasets.handwriting import OnDemand, client_examples, handwriting, server_examples
+    from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+    from fedhdp.models import mlp
+    from fedhdp.population import Examples, Population
+    from fedhdp.simulate import Simulation
+
+    count_K = np.full(clients, SAMPLES, np.int32)
+    if data == "pool":
+        pool = handwriting(1000, SAMPLES, 1, 1000)
+        start_K = np.arange(clients) % 1000 * SAMPLES
+        train: Examples | OnDemand = Examples(pool.train.x_N, pool.train.y_N, start_K, count_K)  # type: ignore[attr-defined]
+    else:
+        train = OnDemand(count_K, client_examples)
+    tested_K = np.where(np.arange(clients) % (clients // 1000) == 0, 10, 0)
+    from fedhdp.population import examples
+
+    test = examples(*client_examples(np.arange(clients), tested_K, part="test"), tested_K)
+    population = Population("scale", train, test, *server_examples(1000), 10)
+    public, rate = clients // 20, cohort / clients
+    groups = (PrivacyGroup("opted out", public, 0.0, rate), PrivacyGroup("private", clients - public, 1.5, rate, 0.01))
+    training = LocalTraining(personalise=personal)
+    simulation = Simulation(population, mlp(), Mechanism(groups, AdaptiveClip(0.5), sampling="fixed"), training)
+    state, seconds = simulation.start(), []
+    for number in range(rounds + 2):
+        began = time.perf_counter()
+        state = simulation.play(state)
+        jax.block_until_ready((state.server, state.done))
+        if number >= 2:
+            seconds.append(time.perf_counter() - began)
+    began = time.perf_counter()
+    rows = simulation.evaluate(state)[0]
+    return {
+        "seconds": seconds,
+        "evaluation": time.perf_counter() - began,
+        "accuracy": rows[0].value,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "examples": type(simulation.examples).__name__,
+        "personal": type(simulation.store).__name__,
+    }
+
+
+def main() -> None:
+    """Measure everything that was asked for, each in a process of its own, and print a table."""
+    parser = argparse.ArgumentParser(description="The same cohort out of populations of growing size.")
+    parser.add_argument("--clients", default="10000,1000000", help="sizes of the population")
+    parser.add_argument("--cohort", type=int, default=1000, help="clients of a round")
+    parser.add_argument("--rounds", type=int, default=8, help="timed rounds, after two")
+    parser.add_argument("--data", default="pool,handwriting", help="where examples come from")
+    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(measure(**given.one)))
+        return
+    print("| data | personal models | clients | seconds a round | against the first | peak MB | evaluation s |")
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for data in given.data.split(","):
+        for personal in (False, True):
+            first = None
+            for clients in map(int, given.clients.split(",")):
+                asked = {"clients": clients, "cohort": given.cohort, "rounds": given.rounds}
+                asked |= {"data": data, "personal": personal}
+                made = subprocess.run(
+                    [sys.executable, __file__, "--one", json.dumps(asked)], check=True, capture_output=True, text=True
+                )
+                told = json.loads(made.stdout.splitlines()[-1])
+                median = statistics.median(told["seconds"])
+                first = first or median
+                where = told["personal"] if personal else "–"
+                line = (
+                    data,
+                    where,
+                    f"{clients:,}",
+                    f"{median:.3f}",
+                    f"{median / first:.2f} ×",
+                    f"{told['peak_mb']:.0f}",
+                )
+                print("| " + " | ".join((*line, f"{told['evaluation']:.1f}")) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

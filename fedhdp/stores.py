@@ -1,0 +1,262 @@
+"""Where examples and personal models are: on the devices where their clients live, or elsewhere and fetched for a cohort.
+
+Either way the engine sees arrays on its devices and, for each slot, where in them a client's part is. What fits stays on
+the devices from the first round to the last. What does not is made, read or kept on disk for the clients of a round
+alone, so that time and memory follow the cohort and not the population.
+
+Axis letters: K clients of the population, C slots of a cohort, V personal models of a client, N examples.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedhdp.engine import Engine
+from fedhdp.models import Array, Model, Parameters
+from fedhdp.population import Examples, Source
+
+GIB = 2**30
+
+
+class Seats(NamedTuple):
+    """Who sits in which slot; in a spare one client 0 is named and did not come."""
+
+    client_C: np.ndarray
+    came_C: np.ndarray
+    place_C: np.ndarray  # the slot's number on its device
+
+
+def seat(shares: list[np.ndarray], slots: int) -> Seats:
+    """Each device's share of the clients in its slots, in the order given."""
+    each = slots // len(shares)
+    client_C, came_C = np.zeros(slots, np.int32), np.zeros(slots, bool)
+    for device, mine in enumerate(shares):
+        client_C[device * each : device * each + len(mine)] = mine
+        came_C[device * each : device * each + len(mine)] = True
+    return Seats(client_C, came_C, np.tile(np.arange(each), len(shares)))
+
+
+def at_home(engine: Engine, clients: np.ndarray) -> list[np.ndarray]:
+    """The clients who live on each device."""
+    return [clients[clients % engine.devices == device] for device in range(engine.devices)]
+
+
+def evenly(engine: Engine, clients: np.ndarray) -> list[np.ndarray]:
+    """As many clients for each device, wherever they live."""
+    return [clients[device :: engine.devices] for device in range(engine.devices)]
+
+
+class ExamplesAtHome:
+    """Examples on the devices: on each those of its clients, one after the other."""
+
+    def __init__(self, engine: Engine, examples: Examples):
+        devices, clients = engine.devices, len(examples.count_K)
+        homes = [np.arange(device, clients, devices) for device in range(devices)]
+        each = max(1, *(int(examples.count_K[home].sum()) for home in homes))
+        x_N = np.zeros((devices * each, *examples.x_N.shape[1:]), examples.x_N.dtype)
+        y_N = np.zeros((devices * each, *examples.y_N.shape[1:]), examples.y_N.dtype)
+        self.start_K = np.zeros(clients, np.int64)
+        for device, home in enumerate(homes):
+            count = examples.count_K[home]
+            ends = np.cumsum(count)
+            self.start_K[home] = ends - count
+            rows = np.repeat(examples.start_K[home] - (ends - count), count) + np.arange(count.sum())
+            x_N[device * each :][: len(rows)], y_N[device * each :][: len(rows)] = (
+                examples.x_N[rows],
+                examples.y_N[rows],
+            )
+        self.arrays = engine.put((x_N, y_N), engine.by_client)
+
+    def fetch(self, seats: Seats) -> tuple[Array, Array, np.ndarray]:
+        """Inputs, targets, and where each client's begin."""
+        return *self.arrays, self.start_K[seats.client_C]
+
+
+class ExamplesEverywhere:
+    """Examples on every device."""
+
+    def __init__(self, engine: Engine, examples: Examples):
+        self.start_K = examples.start_K
+        self.arrays = engine.put((examples.x_N, examples.y_N), engine.everywhere)
+
+    def fetch(self, seats: Seats) -> tuple[Array, Array, np.ndarray]:
+        """Inputs, targets, and where each client's begin."""
+        return *self.arrays, self.start_K[seats.client_C]
+
+
+class ExamplesOnDemand:
+    """Examples that are made or read when their clients are asked."""
+
+    def __init__(self, engine: Engine, source: Source, capacity: int):
+        self.engine, self.source, self.capacity = engine, source, capacity
+
+    def fetch(self, seats: Seats) -> tuple[Array, Array, np.ndarray]:
+        """Inputs, targets, and where each client's begin."""
+        came = np.flatnonzero(seats.came_C)
+        x, y = self.source.take(seats.client_C[came], self.capacity)
+        x_CM = np.zeros((len(seats.client_C), *x.shape[1:]), x.dtype)
+        y_CM = np.zeros((len(seats.client_C), *y.shape[1:]), y.dtype)
+        x_CM[came], y_CM[came] = x, y
+        flat = (x_CM.reshape(-1, *x.shape[2:]), y_CM.reshape(-1, *y.shape[2:]))
+        return *self.engine.put(flat, self.engine.by_client), seats.place_C * self.capacity
+
+
+def fits(source: Source) -> bool:
+    """Whether examples are arrays that the devices hold."""
+    room = (8 if jax.default_backend() == "gpu" else 1) * GIB
+    return isinstance(source, Examples) and int(source.count_K.sum()) * source.x_N[:1].nbytes <= room
+
+
+def keep_examples(
+    engine: Engine, source: Source, capacity: int
+) -> ExamplesAtHome | ExamplesEverywhere | ExamplesOnDemand:
+    """Examples on the devices if they fit there."""
+    if not fits(source):
+        return ExamplesOnDemand(engine, source, capacity)
+    assert isinstance(source, Examples)
+    return ExamplesEverywhere(engine, source) if engine.shape.anywhere else ExamplesAtHome(engine, source)
+
+
+class PersonalAtHome:
+    """Personal models on the devices: client k's are row k // D of device k mod D."""
+
+    def __init__(self, engine: Engine, clients: int):
+        self.engine, self.clients = engine, clients
+        self.capacity = -(-clients // engine.devices) * engine.devices
+
+    def start(self) -> Parameters:
+        """Room for everybody's."""
+        models, by_client = len(self.engine.run_V), self.engine.by_client
+
+        def room() -> Parameters:
+            return jax.tree.map(lambda leaf: jnp.zeros((self.capacity, models, *leaf.shape), leaf.dtype), self.engine.like)
+
+        return jax.jit(room, out_shardings=by_client)()
+
+    def lend(self, kept: Parameters, seats: Seats) -> tuple[Parameters, np.ndarray]:
+        """The models, and the row of each slot's client."""
+        return kept, seats.client_C // self.engine.devices
+
+    def take_back(self, kept: Parameters, lent: Parameters, seats: Seats) -> Parameters:
+        """The models after the round."""
+        return lent
+
+    def rows(self, kept: Parameters, clients: np.ndarray) -> np.ndarray:
+        """The models of these clients, each as one row."""
+        leaves = [self.engine.fetch(leaf)[self._home(clients)] for leaf in jax.tree.leaves(kept)]
+        return np.concatenate([leaf.reshape(*leaf.shape[:2], -1) for leaf in leaves], axis=2)
+
+    def pack(self, kept: Parameters, known: np.ndarray) -> dict[str, np.ndarray]:
+        """The models of these clients as named arrays, in their order, whatever the devices."""
+        leaves = (self.engine.fetch(leaf)[self._home(known)] for leaf in jax.tree.leaves(kept))
+        return {f"personal_{i}": leaf for i, leaf in enumerate(leaves)}
+
+    def unpack(self, arrays: dict[str, np.ndarray], known: np.ndarray) -> Parameters:
+        """The models that were packed."""
+        leaves, tree = jax.tree.flatten(self.engine.like)
+        made = [np.zeros((self.capacity, len(self.engine.run_V), *leaf.shape), leaf.dtype) for leaf in leaves]
+        for i, rows in enumerate(made):
+            rows[self._home(known)] = arrays[f"personal_{i}"]
+        return self.engine.put(jax.tree.unflatten(tree, made), self.engine.by_client)
+
+    def _home(self, clients: np.ndarray) -> np.ndarray:
+        devices = self.engine.devices
+        return clients % devices * (self.capacity // devices) + clients // devices
+
+
+class PersonalOnDisk:
+    """Personal models in a file with holes: it holds what was written, whatever the population.
+
+    Each client has two places. What the last checkpoint knows is never written over, so a run goes on from there.
+    """
+
+    def __init__(self, engine: Engine, clients: int, folder: Path | None):
+        self.engine, self.clients = engine, clients
+        self.row = np.dtype((np.float32, (len(engine.run_V) * engine.parameters,)))
+        self.path = None if folder is None else folder / "personal.bin"
+
+    def _open(self, how: int) -> None:
+        if self.path is None:
+            self.file, path = tempfile.mkstemp(prefix="fedhdp-")
+            os.unlink(path)  # it is gone when nobody has it open any more
+        else:
+            self.file = os.open(self.path, os.O_RDWR | how)
+        weakref.finalize(self, os.close, self.file)
+
+    def start(self) -> Any:
+        """An empty file."""
+        self._open(os.O_CREAT | os.O_TRUNC)
+        self.place_K = np.zeros(self.clients, np.uint8)
+        self.kept_K = np.full(self.clients, 2, np.uint8)  # 2: the checkpoint knows neither place
+        return self.file
+
+    def lend(self, kept: Any, seats: Seats) -> tuple[Parameters, np.ndarray]:
+        """The models of these clients alone, and their rows."""
+        came = np.flatnonzero(seats.came_C)
+        flat_CVP = np.zeros((len(seats.client_C), len(self.engine.run_V), self.engine.parameters), np.float32)
+        flat_CVP[came] = self.rows(kept, seats.client_C[came])
+        ends = np.cumsum([leaf.size for leaf in jax.tree.leaves(self.engine.like)])
+        leaves, tree = jax.tree.flatten(self.engine.like)
+        parts = np.split(flat_CVP, ends[:-1], axis=2)
+        made = [part.reshape(*part.shape[:2], *leaf.shape) for part, leaf in zip(parts, leaves)]
+        return self.engine.put(jax.tree.unflatten(tree, made), self.engine.by_client), seats.place_C
+
+    def rows(self, kept: Any, clients: np.ndarray) -> np.ndarray:
+        """The models of these clients, each as one row."""
+        found = np.zeros((len(clients), len(self.engine.run_V), self.engine.parameters), np.float32)
+        for row, client in zip(found, clients.tolist()):
+            os.preadv(self.file, [row.data], self._offset(client))  # past the end of the file there is nothing yet
+        return found
+
+    def take_back(self, kept: Any, lent: Parameters, seats: Seats) -> Any:
+        """Write the models down."""
+        leaves = [self.engine.fetch(leaf) for leaf in jax.tree.leaves(lent)]
+        flat_CVP = np.concatenate([leaf.reshape(*leaf.shape[:2], -1) for leaf in leaves], axis=2)
+        for slot in np.flatnonzero(seats.came_C):
+            client = int(seats.client_C[slot])
+            self.place_K[client] = 1 - self.kept_K[client] if self.kept_K[client] < 2 else self.place_K[client]
+            os.pwrite(self.file, flat_CVP[slot].data, self._offset(client))
+        return kept
+
+    def pack(self, kept: Any, known: np.ndarray) -> dict[str, np.ndarray]:
+        """Which place of each client holds; the models stay where they are."""
+        os.fsync(self.file)
+        self.kept_K = np.where(np.isin(np.arange(self.clients), known), self.place_K, 2).astype(np.uint8)
+        return {"personal_place": self.kept_K}
+
+    def unpack(self, arrays: dict[str, np.ndarray], known: np.ndarray) -> Any:
+        """Go on with the file."""
+        if self.path is None or not self.path.exists():
+            raise ValueError(f"{self.path or 'the file'} is gone: the personal models of this run were in it")
+        self._open(0)
+        self.kept_K = arrays["personal_place"]
+        self.place_K = np.where(self.kept_K < 2, self.kept_K, 0).astype(np.uint8)
+        return self.file
+
+    def _offset(self, client: int) -> int:
+        return (2 * client + int(self.place_K[client])) * self.row.itemsize
+
+
+def personal_room() -> int:
+    """How many bytes of personal models the devices may hold."""
+    return (96 if jax.default_backend() == "gpu" else 3) * GIB
+
+
+def personal_bytes(model: Model, clients: int) -> int:
+    """What one personal model for each client takes."""
+    leaves = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
+    return clients * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def keep_personal(engine: Engine, clients: int, folder: Path | None) -> PersonalAtHome | PersonalOnDisk:
+    """Personal models on the devices if they fit there."""
+    fit = len(engine.run_V) * personal_bytes(engine.model, clients) <= personal_room()
+    return PersonalAtHome(engine, clients) if fit else PersonalOnDisk(engine, clients, folder)

@@ -1,0 +1,227 @@
+"""Where things are kept changes no result: examples on demand, personal models on disk, many runs at once, two processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import mechanism_of, tiny_population
+from msgspec.structs import replace
+from test_simulate import CHOSEN, MODEL, TRAINING, final
+
+from fedhdp import simulate, stores
+from fedhdp.algorithms import dp_fedavg, non_private
+from fedhdp.client import LocalTraining
+from fedhdp.datasets.handwriting import OnDemand, handwriting
+from fedhdp.models import mlp
+from fedhdp.population import Examples, hold_out
+from fedhdp.simulate import Simulation, simulate_together, size_classes
+
+
+def alike(one, other) -> None:
+    """Two (simulation, state) are the same within float tolerance."""
+    (a, state_a), (b, state_b) = one, other
+    np.testing.assert_allclose(a.global_model(state_a), b.global_model(state_b), atol=1e-5)
+    took_part = np.flatnonzero(~state_a.new_K)
+    np.testing.assert_allclose(a.personal_models(state_a, took_part), b.personal_models(state_b, took_part), atol=1e-5)
+    for rows_a, rows_b in zip(a.evaluate(state_a), b.evaluate(state_b), strict=True):
+        assert [row[:4] for row in rows_a] == [row[:4] for row in rows_b]
+        np.testing.assert_allclose([row.value for row in rows_a], [row.value for row in rows_b], atol=1e-4)
+
+
+def test_personal_models_on_disk_are_those_in_memory(population, monkeypatch):
+    in_memory = final(population, CHOSEN)
+    monkeypatch.setattr(stores, "personal_room", lambda: 0)
+    on_disk = final(population, CHOSEN)
+    assert isinstance(on_disk[0].store, stores.PersonalOnDisk)
+    alike(in_memory, on_disk)
+
+
+def test_a_run_with_models_on_disk_goes_on_from_its_checkpoint_whatever_was_written_since(
+    population, monkeypatch, tmp_path
+):
+    whole, end = final(population, CHOSEN, rounds=6)
+    monkeypatch.setattr(stores, "personal_room", lambda: 0)
+    begun = Simulation(population, MODEL, CHOSEN, TRAINING, seed=3, noise_seed=7, folder=tmp_path)
+    state = begun.start()
+    for number in range(5):  # a checkpoint after two rounds, another after three, and two rounds that nobody kept
+        state = begun.play(state)
+        if number in (1, 2):
+            kept = begun.pack(state)
+    again = Simulation(population, MODEL, CHOSEN, TRAINING, seed=3, noise_seed=7, folder=tmp_path)
+    state = again.unpack(kept)
+    assert state.round == 3
+    for _ in range(3):
+        state = again.play(state)
+    alike((whole, end), (again, state))
+    (tmp_path / "personal.bin").unlink()
+    with pytest.raises(ValueError, match=r"personal\.bin is gone"):
+        Simulation(population, MODEL, CHOSEN, TRAINING, folder=tmp_path).unpack(kept)
+
+
+@pytest.mark.parametrize("personalise", [True, False])
+def test_examples_fetched_for_a_cohort_are_those_on_the_devices(population, monkeypatch, personalise):
+    training = replace(TRAINING, personalise=personalise)
+    resident, state = final(population, CHOSEN, training=training)
+    monkeypatch.setattr(simulate, "fits", lambda source: False)
+    monkeypatch.setattr(stores, "fits", lambda source: False)
+    fetched, other = final(population, CHOSEN, training=training)
+    assert isinstance(fetched.examples, stores.ExamplesOnDemand)
+    np.testing.assert_allclose(resident.global_model(state), fetched.global_model(other), atol=1e-6)
+
+
+def test_handwriting_beyond_memory_is_written_when_it_is_asked_for(monkeypatch):
+    whole = handwriting(30, 4, 2, 20, "by_writer", seed=3)
+    monkeypatch.setattr("fedhdp.datasets.handwriting.MOST_IMAGES", 100)
+    monkeypatch.setattr("fedhdp.datasets.handwriting.TESTED", 10)
+    large = handwriting(30, 4, 2, 20, "by_writer", seed=3)
+    assert isinstance(large.train, OnDemand)
+    assert large.clients == 30
+    clients = np.array([7, 29, 0])
+    for made, expected in zip(large.train.take(clients, 5), whole.train.take(clients, 5), strict=True):
+        np.testing.assert_array_equal(made, expected)
+    assert np.flatnonzero(large.test.count_K).tolist() == list(range(0, 30, 3))
+    with pytest.raises(ValueError, match="nothing can be held out"):
+        hold_out(large, 0.5, 0)
+    mechanism = mechanism_of((10, 0.0, 1.0), (20, 1.0, 0.1))
+    simulation = Simulation(large, mlp(784, 5, 10), mechanism, LocalTraining(1, 4, 0.1), seed=1, noise_seed=1)
+    state = simulation.play(simulation.start())
+    resident = Simulation(whole, mlp(784, 5, 10), mechanism, LocalTraining(1, 4, 0.1), seed=1, noise_seed=1)
+    np.testing.assert_allclose(
+        simulation.global_model(state), resident.global_model(resident.play(resident.start())), atol=1e-6
+    )
+    assert {row.group for row in simulation.evaluate(state)[0]} == {"server", "group 0", "group 1"}
+
+
+def test_runs_played_together_are_those_played_alone(population):
+    stronger = replace(CHOSEN, groups=tuple(replace(group, pull=1.5) for group in CHOSEN.groups))
+    per_group = replace(CHOSEN, noise="per_group")
+    several = [CHOSEN, non_private(CHOSEN), stronger, dp_fedavg(CHOSEN), per_group]
+    together, state = final(population, several)
+    assert together.run_of == [0, 1, 0, 2, 3]
+    everybody = np.arange(population.clients)
+    rows = together.evaluate(state)
+    for number, mechanism in enumerate(several):
+        alone, other = final(population, mechanism)
+        np.testing.assert_allclose(together.global_model(state, number), alone.global_model(other), atol=1e-5)
+        np.testing.assert_allclose(
+            together.personal_models(state, everybody, number), alone.personal_models(other, everybody), atol=1e-5
+        )
+        (expected,) = alone.evaluate(other)
+        assert [row[:4] for row in rows[number]] == [row[:4] for row in expected]
+        np.testing.assert_allclose([row.value for row in rows[number]], [row.value for row in expected], atol=1e-4)
+
+
+def test_runs_together_have_noise_of_their_own_where_no_seed_is_given(population):
+    several = [CHOSEN, replace(CHOSEN, noise="per_group")]  # other numbers, so two runs
+    noisy = [
+        replace(one, groups=tuple(replace(g, weight=1e-3 + i) for g in one.groups)) for i, one in enumerate(several)
+    ]
+    simulation = Simulation(population, MODEL, noisy, TRAINING, seed=3)
+    keys = simulation._noise_keys(0)
+    assert len(keys) == 2
+    assert not np.array_equal(keys[0], keys[1])
+    assert not np.array_equal(keys[0], simulation._noise_keys(0)[0])
+
+
+def test_runs_that_draw_other_cohorts_cannot_be_played_together(population):
+    rarer = replace(CHOSEN, groups=tuple(replace(group, sampling_rate=0.1) for group in CHOSEN.groups))
+    with pytest.raises(ValueError, match="all draw the same cohorts"):
+        Simulation(population, MODEL, [CHOSEN, rarer], TRAINING)
+
+
+def test_each_client_chooses_the_pull_that_is_best_on_what_it_held_out(population):
+    chosen = hold_out(population, 0.3, seed=5)
+    pulls = [replace(CHOSEN, groups=tuple(replace(g, pull=pull) for g in CHOSEN.groups)) for pull in (0.0, 0.5, 4.0)]
+    simulation, state = final(chosen, pulls, rounds=4)
+    rows = simulation.evaluate(state)
+    held, test = chosen.validation, chosen.test
+
+    def score(own_P: np.ndarray, examples: Examples, k: int) -> float:
+        here = slice(examples.start_K[k], examples.start_K[k] + examples.count_K[k])
+        if not examples.count_K[k]:
+            return 0.0
+        theta = simulation.engine.unravel(own_P)
+        guess = np.argmax(MODEL.apply(theta, examples.x_N[here] / np.float32(255), None), axis=1)
+        return float((guess == examples.y_N[here]).mean())
+
+    everybody = np.arange(chosen.clients)
+    own = [simulation.personal_models(state, everybody, number) for number in range(3)]
+    best = [max(range(3), key=lambda v, k=k: (score(own[v][k], held, k), -v)) for k in everybody]
+    expected = np.array([score(own[best[k]][k], test, k) for k in everybody])
+    assert len(set(best)) > 1
+    for number, group in enumerate(CHOSEN.groups):
+        told = [row.value for one in rows for row in one if row[1:4] == (group.name, "chosen", "accuracy")]
+        assert told == pytest.approx([expected[simulation.group_K == number].mean()] * 3, abs=1e-6)
+
+
+def test_what_is_held_out_is_never_trained_on(population):
+    chosen = hold_out(population, 0.3, seed=5)
+    for k in range(population.clients):
+        parts = []
+        for part in (chosen.train, chosen.validation, population.train):
+            here = slice(part.start_K[k], part.start_K[k] + part.count_K[k])
+            parts.append(sorted(map(bytes, part.x_N[here])))
+        assert sorted(parts[0] + parts[1]) == parts[2]
+        assert bool(parts[1]) == (population.train.count_K[k] > 1)
+        assert parts[0]
+
+
+def test_a_client_of_any_size_trains_at_the_smallest_class_that_holds_it():
+    population = tiny_population([1, 2, 3, 9, 10, 11, 25, 26, 40, 80])
+    assert size_classes(population.train, 4) == (8, 12, 28, 80)
+    assert size_classes(tiny_population([7] * 5).train, 4) == (7,)
+
+
+def test_simulate_together_returns_each_mechanism_in_its_place(population):
+    several = [CHOSEN, non_private(CHOSEN)]
+    made = simulate_together(population, MODEL, several, TRAINING, rounds=2, seed=3, noise_seed=7)
+    assert [one.mechanism for one in made] == several
+    alone = simulate.simulate(population, MODEL, several[1], TRAINING, rounds=2, seed=3, noise_seed=7)
+    for name, array in alone.parameters.items():
+        np.testing.assert_allclose(made[1].parameters[name], array, atol=1e-5)
+
+
+TWO = """
+import sys, jax, numpy as np
+jax.config.update("jax_num_cpu_devices", 2)
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
+from conftest import tiny_population
+from test_simulate import CHOSEN, final
+population = tiny_population([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6])
+simulation, state = final(population, CHOSEN)
+assert simulation.engine.devices == 4
+own = simulation.personal_models(state, np.flatnonzero(~state.new_K))
+values = [row.value for row in simulation.evaluate(state)[0]]
+kept = simulation.pack(state)
+again = simulation.unpack(kept)
+_, fresh = final(population, CHOSEN, noise_seed=None)  # from the entropy of one of the two, and not of the other
+np.savez(sys.argv[3], theta=simulation.global_model(state), own=own, values=values, again=simulation.global_model(again),
+         fresh=simulation.global_model(fresh))
+"""
+
+
+def test_two_processes_play_one_run_with_one_noise(population, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__)}
+    outs = [tmp_path / f"{number}.npz" for number in range(2)]
+    both = [
+        subprocess.Popen([sys.executable, "-c", TWO, str(port), str(number), str(out)], env=environment)
+        for number, out in enumerate(outs)
+    ]
+    assert [process.wait(timeout=240) for process in both] == [0, 0]
+    one, other = (dict(np.load(out)) for out in outs)
+    for name in one:
+        np.testing.assert_array_equal(one[name], other[name])
+    simulation, state = final(population, CHOSEN)
+    np.testing.assert_allclose(one["theta"], simulation.global_model(state), atol=1e-5)
+    np.testing.assert_array_equal(one["theta"], one["again"])
+    np.testing.assert_allclose(one["own"], simulation.personal_models(state, np.flatnonzero(~state.new_K)), atol=1e-5)
+    np.testing.assert_allclose(one["values"], [row.value for row in simulation.evaluate(state)[0]], atol=1e-4)
+    assert np.abs(one["fresh"] - one["theta"]).max() > 1e-4

@@ -137,7 +137,9 @@ class PersonalAtHome:
         models, by_client = len(self.engine.run_V), self.engine.by_client
 
         def room() -> Parameters:
-            return jax.tree.map(lambda leaf: jnp.zeros((self.capacity, models, *leaf.shape), leaf.dtype), self.engine.like)
+            return jax.tree.map(
+                lambda leaf: jnp.zeros((self.capacity, models, *leaf.shape), leaf.dtype), self.engine.like
+            )
 
         return jax.jit(room, out_shardings=by_client)()
 
@@ -180,7 +182,7 @@ class PersonalOnDisk:
 
     def __init__(self, engine: Engine, clients: int, folder: Path | None):
         self.engine, self.clients = engine, clients
-        self.row = np.dtype((np.float32, (len(engine.run_V) * engine.parameters,)))
+        self.bytes = 4 * len(engine.run_V) * engine.parameters  # of a client
         self.path = None if folder is None else folder / "personal.bin"
 
     def _open(self, how: int) -> None:
@@ -200,30 +202,34 @@ class PersonalOnDisk:
 
     def lend(self, kept: Any, seats: Seats) -> tuple[Parameters, np.ndarray]:
         """The models of these clients alone, and their rows."""
-        came = np.flatnonzero(seats.came_C)
-        flat_CVP = np.zeros((len(seats.client_C), len(self.engine.run_V), self.engine.parameters), np.float32)
-        flat_CVP[came] = self.rows(kept, seats.client_C[came])
-        ends = np.cumsum([leaf.size for leaf in jax.tree.leaves(self.engine.like)])
-        leaves, tree = jax.tree.flatten(self.engine.like)
-        parts = np.split(flat_CVP, ends[:-1], axis=2)
-        made = [part.reshape(*part.shape[:2], *leaf.shape) for part, leaf in zip(parts, leaves)]
-        return self.engine.put(jax.tree.unflatten(tree, made), self.engine.by_client), seats.place_C
+        leaves = self._read(seats.client_C, seats.came_C)
+        made = jax.tree.unflatten(jax.tree.structure(self.engine.like), leaves)
+        return self.engine.put(made, self.engine.by_client), seats.place_C
 
     def rows(self, kept: Any, clients: np.ndarray) -> np.ndarray:
         """The models of these clients, each as one row."""
-        found = np.zeros((len(clients), len(self.engine.run_V), self.engine.parameters), np.float32)
-        for row, client in zip(found, clients.tolist()):
-            os.preadv(self.file, [row.data], self._offset(client))  # past the end of the file there is nothing yet
-        return found
+        leaves = self._read(clients, np.ones(len(clients), bool))
+        return np.concatenate([leaf.reshape(*leaf.shape[:2], -1) for leaf in leaves], axis=2)
+
+    def _read(self, client_C: np.ndarray, came_C: np.ndarray) -> list[np.ndarray]:
+        shapes = [(len(client_C), len(self.engine.run_V), *leaf.shape) for leaf in jax.tree.leaves(self.engine.like)]
+        leaves = [np.zeros(shape, np.float32) for shape in shapes]
+        for slot in np.flatnonzero(came_C):
+            parts = [leaf[slot].data for leaf in leaves]
+            os.preadv(
+                self.file, parts, self._offset(int(client_C[slot]))
+            )  # past the end of the file there is nothing yet
+        return leaves
 
     def take_back(self, kept: Any, lent: Parameters, seats: Seats) -> Any:
-        """Write the models down."""
-        leaves = [self.engine.fetch(leaf) for leaf in jax.tree.leaves(lent)]
-        flat_CVP = np.concatenate([leaf.reshape(*leaf.shape[:2], -1) for leaf in leaves], axis=2)
-        for slot in np.flatnonzero(seats.came_C):
-            client = int(seats.client_C[slot])
-            self.place_K[client] = 1 - self.kept_K[client] if self.kept_K[client] < 2 else self.place_K[client]
-            os.pwrite(self.file, flat_CVP[slot].data, self._offset(client))
+        """Write the models down, each device's as they lie there."""
+        for shards in zip(*(leaf.addressable_shards for leaf in jax.tree.leaves(lent))):
+            first = shards[0].index[0].start or 0
+            leaves = [np.asarray(shard.data) for shard in shards]
+            for row in np.flatnonzero(seats.came_C[first : first + len(leaves[0])]):
+                client = int(seats.client_C[first + row])
+                self.place_K[client] = 1 - self.kept_K[client] if self.kept_K[client] < 2 else self.place_K[client]
+                os.pwritev(self.file, [leaf[row].data for leaf in leaves], self._offset(client))
         return kept
 
     def pack(self, kept: Any, known: np.ndarray) -> dict[str, np.ndarray]:
@@ -242,7 +248,7 @@ class PersonalOnDisk:
         return self.file
 
     def _offset(self, client: int) -> int:
-        return (2 * client + int(self.place_K[client])) * self.row.itemsize
+        return (2 * client + int(self.place_K[client])) * self.bytes
 
 
 def personal_room() -> int:

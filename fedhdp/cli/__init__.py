@@ -12,7 +12,7 @@ import click
 import typer
 
 import fedhdp
-from fedhdp.cli import account, data, ledger, plan, run, theory
+from fedhdp.cli import account, data, ledger, plan, reproduce, run, theory
 
 app = typer.Typer(
     name="fedhdp",
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(run.run)
 app.command(name="list")(run.list_experiments)
+app.command()(reproduce.reproduce)
 app.command()(account.account)
 app.command()(plan.plan)
 app.add_typer(data.app, name="data")

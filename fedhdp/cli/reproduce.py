@@ -1,0 +1,173 @@
+"""`fedhdp reproduce`: the paper's tables, run again and set beside it cell by cell."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedhdp.cli.show import print_json, table
+
+if TYPE_CHECKING:
+    from fedhdp.experiments.paper import Part
+    from fedhdp.report.paper_tables import Comparison
+    from fedhdp.report.paper_writing import Shown
+
+
+def reproduce(
+    name: Annotated[
+        str, typer.Argument(metavar="TABLE", help="noniid-mnist, skewed-mnist, fmnist, femnist, or levels (ours).")
+    ],
+    seeds: Annotated[
+        str, typer.Option(metavar="K or A-B", help="How many seeds, from 0 on; or which. More can be added later.")
+    ] = "1",
+    rows: Annotated[
+        str | None,
+        typer.Option(help="Which rows, such as non-private,dp-fedavg,fedhdp:0.01,ours; default all of the table."),
+    ] = None,
+    data: Annotated[
+        str, typer.Option(help="auto (the paper's or the nearest there is), mnist, tff, leaf, writers or handwriting.")
+    ] = "auto",
+    sampling: Annotated[
+        Literal["fixed", "poisson"] | None,
+        typer.Option(help="fixed: the paper's algorithm as it is written; poisson: what its epsilons hold for."),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds to train; default the paper's 500.", min=1)] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the table; default runs/paper/TABLE.")] = None,
+    render: Annotated[bool, typer.Option("--render", help="Run nothing: draw the table of what is there.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+) -> None:
+    """Reproduce a table of the paper: run it, seed by seed, and say cell by cell how it compares.
+
+    The same command goes on where it was stopped, and adds seeds to what is there.
+
+    Examples:
+
+    `fedhdp reproduce noniid-mnist --seeds 3`
+
+    `fedhdp reproduce fmnist --rows dp-fedavg,fedhdp:0.01 --sampling poisson --out runs/fmnist`
+
+    `fedhdp reproduce noniid-mnist --render --json`
+    """
+    from fedhdp.experiments.own import parts, rows_of
+    from fedhdp.report.paper_files import write
+    from fedhdp.report.paper_tables import compare
+
+    rows_of(name, rows)  # an unknown table or row is refused first
+    folder = out or Path("runs") / "paper" / name
+    errors = Console(stderr=True, highlight=False, markup=False)
+    if not render:
+        command = _command(name, seeds, rows, data, sampling, rounds)
+        _run(parts(name, rows, data, sampling, rounds, _seeds(seeds)), folder, command, out, errors)
+    found = compare(folder, name)
+    write(folder, found)
+    print_json(found) if json else _print(found)
+    errors.print(
+        f"kept in {folder}: table.md, table.csv, table.json, table.png, summary.json", style="dim", soft_wrap=True
+    )
+
+
+def _seeds(text: str) -> range:
+    """Seeds from 3 (the first three) or 2-4 (these)."""
+    given = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+    if given is None:
+        raise ValueError(f"--seeds must be a number of seeds, or a range such as 2-4, got {text!r}")
+    first, last = given.groups()
+    found = range(int(first)) if last is None else range(int(first), int(last) + 1)
+    if not found:
+        raise ValueError(f"--seeds must be at least one seed, got {text!r}; to draw what is there: --render")
+    return found
+
+
+def _command(
+    name: str,
+    seeds: str,
+    rows: str | None,
+    data: str,
+    sampling: str | None,
+    rounds: int | None,
+    out: Path | None = None,
+) -> str:
+    """The command that was given, as it can be typed again."""
+    given = {
+        "--seeds": seeds if seeds != "1" else None,
+        "--rows": rows,
+        "--data": data if data != "auto" else None,
+        "--sampling": sampling,
+        "--rounds": rounds,
+        "--out": out,
+    }
+    words = [word for option, value in given.items() if value is not None for word in (option, str(value))]
+    return shlex.join(["fedhdp", "reproduce", name, *words])
+
+
+def _run(parts: list[Part], folder: Path, command: str, out: Path | None, errors: Console) -> None:
+    """Run what is not done yet; Ctrl-C stops after the round and says how to go on."""
+    from fedhdp.experiments import reproducing
+    from fedhdp.experiments.run import Interrupted
+    from fedhdp.progress import ProgressDisplay
+
+    reproducing.check(folder, parts)
+    for number, part in enumerate(parts, 1):
+        if reproducing.done(folder, part):
+            continue
+        going = "goes on" if reproducing.begun(folder, part) else "begins"
+        place = f"part {number} of {len(parts)}: seed {part.seed}, {part.name}"
+        errors.print(f"{place} {going}, {len(part.experiment.variants)} variants", soft_wrap=True)
+        try:
+            with ProgressDisplay(errors) as display:
+                reproducing.run_part(part, folder, display.watch, command)
+            stopped = display.stop and number < len(parts)
+        except Interrupted:
+            stopped = True
+        if stopped:
+            again = command if out is None else f"{command} --out {shlex.quote(str(out))}"
+            errors.print(f"stopped; to go on: {again}", style="yellow", soft_wrap=True)
+            sys.exit(130)
+
+
+def _print(found: Comparison) -> None:
+    from fedhdp.report import paper_writing as writing
+
+    out = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
+    for line in writing.title(found):
+        out.print(line)
+    for make in (writing.global_table, writing.personal_table):
+        shown = make(found)
+        if not shown.rows:
+            continue
+        if _width(shown) > out.width:
+            shown = make(found, wide=False)
+            shown = shown._replace(header=[word.replace(": ", ":\n") for word in shown.header])
+        out.print()
+        out.print(_table(shown))
+    out.print()
+    for line in writing.footnotes(found):
+        out.print(line, style="dim")
+    out.print()
+    _print_orderings(out, writing.orderings_table(found))
+
+
+def _width(shown: Shown) -> int:
+    return sum(max(map(len, column)) + 2 for column in zip(shown.header, *shown.rows))
+
+
+def _table(shown: Shown) -> Table:
+    made = table(shown.header[:1], shown.header[1:])
+    for row, block, following in zip(shown.rows, shown.blocks, [*shown.blocks[1:], None]):
+        made.add_row(*row, end_section=block != following)
+    return made
+
+
+def _print_orderings(out: Console, shown: Shown) -> None:
+    colours = {"held": "green", "not held": "red"}
+    made = table(shown.header, ())
+    for row in shown.rows:
+        made.add_row(*row, style=colours.get(row[1].partition(",")[0], "dim"))
+    out.print(made)

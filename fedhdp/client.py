@@ -30,6 +30,7 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decay: float = 1.0
     decay_every: int = 50
     personalise: bool = True
+    whole_batches: bool = False  # leave out an epoch's last batch where it is not whole, unless it is the only one
 
     def __post_init__(self) -> None:
         require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
@@ -114,7 +115,8 @@ def client_updates(
             key = jax.random.fold_in(jax.random.fold_in(key, epoch), first)
             y_B = jax.lax.dynamic_slice_in_dim(y_M, first, size)
             real_B = jnp.ones(size, bool) if full else first + jnp.arange(size) < count
-            busy = 1.0 if full else jnp.where(first < count, 1.0, 0.0)
+            has = (first + size <= count) | ((first == 0) & (count > 0)) if training.whole_batches else first < count
+            busy = 1.0 if full else jnp.where(has, 1.0, 0.0)
 
             def descend(held, known, rate, pull, anchor):
                 def f(held: Parameters) -> Array:
@@ -131,7 +133,8 @@ def client_updates(
         whole, rest = (capacity // size, capacity % size) if full else (-(-jnp.max(count_C) // size), 0)
         if not full or whole:
             held_CT = jax.lax.fori_loop(0, whole, lambda batch, held: step(number, batch * size, size, held), held_CT)
-        return step(number, whole * size, rest, held_CT) if rest else held_CT  # the last, partial batch is kept
+        kept = rest and not (training.whole_batches and whole)  # the last, partial batch
+        return step(number, whole * size, rest, held_CT) if kept else held_CT
 
     held_CT = jax.lax.fori_loop(0, training.epochs, epoch, held_CT)
     held_CR, held_CV = (jax.tree.map(lambda h_CT: h_CT[:, part], held_CT) for part in (slice(runs), slice(runs, None)))  # noqa: B023

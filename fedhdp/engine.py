@@ -70,7 +70,7 @@ class Engine:
         self.devices = len(self.mesh.devices)
         on_gpu = jax.default_backend() == "gpu"
         # A core's cache holds few clients; a GPU wants many, and all of them where a client's steps are small.
-        self.chunk = chunk or (8 if not on_gpu else 256 if model.head is not None else 32)
+        self.chunk = chunk or (8 if not on_gpu else 256 if model.head is not None else 128)
         self.by_client, self.everywhere = NamedSharding(self.mesh, BY_CLIENT), NamedSharding(self.mesh, EVERYWHERE)
         self.like = jax.eval_shape(model.init, jax.random.key(0))
         start, self.unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, self.like))

@@ -62,7 +62,7 @@ class State(NamedTuple):
     done: Any = None  # ready when the round is, and still there in the next
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def _engine(model: Model, training: LocalTraining, step: ServerStep, shape: Shape) -> Engine:
     return Engine(
         model, training, step, shape

@@ -49,6 +49,8 @@ def client_update(theta_0: Network, theta_j: Network, x: np.ndarray, y: np.ndarr
     """ClientUpdate, line by line."""
     theta = dict(theta_0)
     batches = [order[i : i + training.batch_size] for i in range(0, len(order), training.batch_size)]
+    if training.whole_batches and len(batches) > 1 and len(batches[-1]) < training.batch_size:
+        batches = batches[:-1]
     for _ in range(training.epochs):
         for batch in batches:
             g = gradient(theta, x[batch], y[batch])

@@ -61,8 +61,8 @@ def toy(monkeypatch):
     """The command line with every part at toy size and three rounds unless told otherwise."""
     whole = own.parts
 
-    def parts(name, rows, data, sampling, rounds, seeds):
-        return [small(part) for part in whole(name, rows, data, sampling, rounds or 3, seeds)]
+    def parts(name, rows, data, sampling, rounds, *others):
+        return [small(part) for part in whole(name, rows, data, sampling, rounds or 3, *others)]
 
     monkeypatch.setattr(own, "parts", parts)
 

@@ -57,9 +57,15 @@ def test_the_engine_agrees_with_plain_loops_where_clients_are_alike():
     agree(tiny_population([7] * 19), MECHANISMS["three levels, shared noise"])
 
 
-def agree(population: Population, mechanism: Mechanism) -> None:
+@pytest.mark.parametrize("sizes", [[7] * 19, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6]])
+def test_the_engine_agrees_with_plain_loops_where_only_whole_batches_count(sizes):
+    training = replace(TRAINING, whole_batches=True)
+    agree(tiny_population(sizes), MECHANISMS["two levels, the paper's"], training)
+
+
+def agree(population: Population, mechanism: Mechanism, training: LocalTraining = TRAINING) -> None:
     """The engine and the reference come to the same models and clip."""
-    simulation, state = final(population, mechanism, rounds=5)
+    simulation, state = final(population, mechanism, rounds=5, training=training)
     first = simulation.engine.unravel(simulation.global_model(simulation.start()))
     network = {
         "w1": first["first"]["w"],
@@ -68,7 +74,7 @@ def agree(population: Population, mechanism: Mechanism) -> None:
         "b2": first["rest"]["b"],
     }
     network = {name: np.asarray(value, np.float64) for name, value in network.items()}
-    theta, clip, personal = reference.train(population, mechanism, TRAINING, network, 5, seed=3, noise_seed=7)
+    theta, clip, personal = reference.train(population, mechanism, training, network, 5, seed=3, noise_seed=7)
 
     np.testing.assert_allclose(simulation.global_model(state), theta, atol=2e-5)
     assert float(state.server.clip[0]) == pytest.approx(clip, rel=1e-5)

@@ -38,6 +38,11 @@ def reproduce(
         Literal["fixed", "poisson"] | None,
         typer.Option(help="fixed: the paper's algorithm as it is written; poisson: what its epsilons hold for."),
     ] = None,
+    batches: Annotated[
+        Literal["whole", "all"],
+        typer.Option(help="whole: clients leave out an epoch's last, partial batch, which comes nearest to the paper."),
+    ] = "whole",
+    pulls: Annotated[str, typer.Option(help="Which pulls λ, comma-separated.")] = "0.005,0.05,0.25",
     rounds: Annotated[int | None, typer.Option(help="Rounds to train; default the paper's 500.", min=1)] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the table; default runs/paper/TABLE.")] = None,
     render: Annotated[bool, typer.Option("--render", help="Run nothing: draw the table of what is there.")] = False,
@@ -63,8 +68,9 @@ def reproduce(
     folder = out or Path("runs") / "paper" / name
     errors = Console(stderr=True, highlight=False, markup=False)
     if not render:
-        command = _command(name, seeds, rows, data, sampling, rounds)
-        _run(parts(name, rows, data, sampling, rounds, _seeds(seeds)), folder, command, out, errors)
+        command = _command(name, seeds, rows, data, sampling, rounds, batches, pulls)
+        asked = (rows, data, sampling, rounds, _seeds(seeds), _pulls(pulls), batches)
+        _run(parts(name, *asked), folder, command, out, errors)
     found = compare(folder, name)
     write(folder, found)
     print_json(found) if json else _print(found)
@@ -85,6 +91,17 @@ def _seeds(text: str) -> range:
     return found
 
 
+def _pulls(text: str) -> tuple[float, ...]:
+    """Pulls from 0.05,0.25."""
+    try:
+        found = tuple(dict.fromkeys(float(word) for word in text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or not all(0 <= pull < float("inf") for pull in found):
+        raise ValueError(f"--pulls must be numbers of at least 0 such as 0.05,0.25, got {text!r}")
+    return found
+
+
 def _command(
     name: str,
     seeds: str,
@@ -92,6 +109,8 @@ def _command(
     data: str,
     sampling: str | None,
     rounds: int | None,
+    batches: str = "whole",
+    pulls: str = "0.005,0.05,0.25",
     out: Path | None = None,
 ) -> str:
     """The command that was given, as it can be typed again."""
@@ -100,6 +119,8 @@ def _command(
         "--rows": rows,
         "--data": data if data != "auto" else None,
         "--sampling": sampling,
+        "--batches": batches if batches != "whole" else None,
+        "--pulls": pulls if pulls != "0.005,0.05,0.25" else None,
         "--rounds": rounds,
         "--out": out,
     }

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from fedhdp.experiments import paper
-from fedhdp.experiments.paper import AVERAGED, PULLS, ROUNDS, Part, Row, Sampling
+from fedhdp.experiments.paper import AVERAGED, PULLS, ROUNDS, Batches, Part, Row, Sampling
 from fedhdp.experiments.quickstart import OPTED_OUT, PRIVATE
 from fedhdp.experiments.spec import Data, Experiment, Variant, WantedGroup, WantedMechanism
 from fedhdp.mechanism import AdaptiveClip, Mechanism
@@ -24,8 +24,8 @@ PROMISE = 3.6
 PLD_NOISE = 1.401  # the least noise that PLD accounting finds enough for the promise; the paper's is 1.5
 TUNED = (0.01, 0.025)  # the paper's best weights
 HELD_OUT = 0.2  # of each client's train examples, on which it chooses its pull
-MOMENTUM = ServerStep("momentum", learning_rate=0.1, momentum=0.9, average=0.9)
-LONGER = 0.95  # decay of the average where it is all that is wanted
+LONGER = ServerStep(average=0.95)  # a longer average
+MOMENTUM = ServerStep("momentum", learning_rate=0.3, momentum=0.9, average=0.95)
 
 
 class Own(NamedTuple):
@@ -38,34 +38,25 @@ class Own(NamedTuple):
     averaged: bool = False  # its model is the average of the global models
     held_out: float = 0.0
     pulls: tuple[float, ...] = (0.05,)
-    open_rate: float | None = None  # how many of those who opted out come to a round; None: as many as of the others
     read_from: str | None = None  # the part that it is measured in; None: its own
 
 
 OURS = {
-    "poisson": Own("Poisson sampling, nothing else changed"),
+    "poisson": Own("Poisson sampling, nothing else changed", server=LONGER),
     "average": Own("and the average of the global models", averaged=True, read_from="poisson"),
     "pld": Own("noise for the same epsilon by PLD", noise_multiplier=PLD_NOISE),
     "theory": Own("the weight that theory suggests", weights=None),
     "momentum": Own("momentum on the server", server=MOMENTUM),
     "chosen-pull": Own("each client chooses its pull on a fifth of its data", held_out=HELD_OUT, pulls=PULLS),
     "together": Own("all of the above", PLD_NOISE, None, MOMENTUM, True, HELD_OUT, PULLS),
-    "open": Own("those who opted out come to every round", weights=None, open_rate=1.0),
-    "together-open": Own(
-        "PLD, theory, a longer average, and those who opted out come to every round",
-        PLD_NOISE,
-        None,
-        ServerStep(average=LONGER),
-        averaged=True,
-        open_rate=1.0,
-    ),
+    "together-tuned": Own("PLD, the average and momentum, at the paper's weights", PLD_NOISE, TUNED, MOMENTUM, True),
 }
 
 
 def own_part(name: str, data: Data, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
     """One row of our own as an experiment."""
     own, table = OURS[name], paper.TABLES[BASE]
-    opted_out, private = paper.groups_of(table, data, own.open_rate)
+    opted_out, private = paper.groups_of(table, data)
     groups = (opted_out, replace(private, noise_multiplier=own.noise_multiplier))
     mechanism = WantedMechanism(groups, AdaptiveClip(initial=table.clip))
     weights = own.weights or _weights(mechanism, "shared")[1:]
@@ -119,6 +110,8 @@ def parts(
     sampling: Sampling | None = None,
     rounds: int | None = None,
     seeds: range = range(1),
+    pulls: tuple[float, ...] = PULLS,
+    batches: Batches = "whole",
 ) -> list[Part]:
     """All that is run for a table: the rows that are asked for, or the paper's and ours, seed by seed."""
     rows, own = rows_of(name, asked)
@@ -126,13 +119,13 @@ def parts(
     length, found = rounds or ROUNDS, []
     for seed in seeds:
         if rows:
-            part = paper.paper_part(name, rows, chosen, sampling or "fixed", rounds=length, seed=seed)
+            part = paper.paper_part(name, rows, chosen, sampling or "fixed", pulls, rounds=length, seed=seed)
             found.append(Part(seed, "paper", part))
         for one in own:
             levels = name == "levels"
             made = levels_part(one, chosen, sampling or "poisson", length, seed) if levels else None
             found.append(Part(seed, one, made or own_part(one, chosen, length, seed)))
-    return found
+    return [part._replace(experiment=paper.with_batches(part.experiment, batches)) for part in found]
 
 
 def rows_of(name: str, asked: str | None) -> tuple[list[Row], list[str]]:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from msgspec.structs import replace
+
 from fedhdp.client import LocalTraining
 from fedhdp.datasets import stored
 from fedhdp.experiments.quickstart import OPTED_OUT, PAPER_TRAINING, PRIVATE
@@ -41,6 +43,7 @@ NUMBERS = ("acc_g", "acc_g_p", "var_g_p", "acc_g_np", "var_g_np", "delta_g", "ac
            "var_l_np", "delta_l")  # fmt: skip
 
 Sampling = Literal["fixed", "poisson"]
+Batches = Literal["whole", "all"]
 
 
 class Row(NamedTuple):
@@ -194,12 +197,12 @@ def stands_for(table: PaperTable, data: Data) -> str:
     return f"{about}; a substitute for {papers}, {table.clients:,} clients, which the paper has"
 
 
-def groups_of(table: PaperTable, data: Data, open_rate: float | None = None) -> tuple[WantedGroup, WantedGroup]:
+def groups_of(table: PaperTable, data: Data) -> tuple[WantedGroup, WantedGroup]:
     """5% of the clients opted out; where clients are fewer than the paper's, as many of them come to a round."""
     rate = table.sampling_rate if data.clients == table.clients else min(1.0, round(COHORT / data.clients, 4))
     opted_out = max(1, round(OPTED_OUT_SHARE * data.clients))
     return (
-        WantedGroup(OPTED_OUT, opted_out, rate if open_rate is None else open_rate, noise_multiplier=0.0),
+        WantedGroup(OPTED_OUT, opted_out, rate, noise_multiplier=0.0),
         WantedGroup(PRIVATE, data.clients - opted_out, rate, noise_multiplier=table.noise_multiplier),
     )
 
@@ -229,8 +232,15 @@ def experiment(
     return Experiment(name=f"{name}/{part}", training=table.training, **fixed, **chosen)  # type: ignore[arg-type]
 
 
-def paper_part(name: str, rows: list[Row], data: Data, sampling: Sampling, **others: object) -> Experiment:
+def with_batches(experiment: Experiment, batches: Batches) -> Experiment:
+    """The experiment where clients leave out an epoch's last, partial batch, or train on all; the paper does not say."""
+    return replace(experiment, training=replace(experiment.training, whole_batches=batches == "whole"))
+
+
+def paper_part(
+    name: str, rows: list[Row], data: Data, sampling: Sampling, pulls: Iterable[float] = PULLS, **others: object
+) -> Experiment:
     """All of the paper's rows that are asked for, in one experiment."""
     table = TABLES[name]
     mechanism = WantedMechanism(groups_of(table, data), AdaptiveClip(initial=table.clip), sampling=sampling)
-    return experiment(name, "paper", data, mechanism, variants_of(rows), **others)
+    return experiment(name, "paper", data, mechanism, variants_of(rows, pulls), **others)

@@ -160,7 +160,8 @@ def _run_batch(
         Payer(experiment, simulation, number, ledger, f"{run_id}/{first[run]}", completed=state.round)
         for number, run in enumerate(simulation.run_of)
     ]
-    epsilon, left, stopped, kept = _priced(payers, state.round), payers[0].rounds_left(), None, begun
+    epsilon, left, stopped = _priced(payers, state.round), payers[0].rounds_left(), None
+    kept, pause = begun, experiment.checkpoint_seconds
 
     def evaluate(state: State) -> None:
         for part, history, rows in zip(parts, histories, simulation.evaluate(state)):
@@ -183,9 +184,10 @@ def _run_batch(
         latest = tuple(value for value in map(_latest, histories) if value is not None)
         go_on = watch(Progress(*place, state.round, experiment.rounds, latest, epsilon, left))
         now = time.monotonic()
-        if not go_on or now - kept >= experiment.checkpoint_seconds:
+        if not go_on or now - kept >= pause:
             parts[0].keep_checkpoint(simulation.pack(state) | {"seconds": np.array(seconds_before + now - begun)})
-            kept = now
+            kept = time.monotonic()
+            pause = max(experiment.checkpoint_seconds, 10 * (kept - now))  # a tenth of the time at most
         if not go_on:
             raise Interrupted
 

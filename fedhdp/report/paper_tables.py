@@ -215,6 +215,10 @@ def _notes(runs: list[Run], lines: Iterable[Line], table: PaperTable | None) -> 
             f"a client comes to a round with chance {100 * rate:.3g}%, not the paper's {100 * table.sampling_rate:g}%, so "
             f"that cohorts are as large with other clients: epsilons are those above, not the paper's {table.epsilon:g}"
         )
+    if all(run.experiment.training.whole_batches for run in runs):
+        found.append(
+            "an epoch's last batch is left out where it is not whole; the paper does not say (--batches all trains on it)"
+        )
     if any(line.key.weight == 0 for line in lines):
         found.append(
             "r=0: the paper gives private clients no personal models there, so theirs are its global ones; ours have"

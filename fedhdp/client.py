@@ -123,6 +123,8 @@ def client_updates(
                     loss_B = model.loss(held_in.predict(held, known, first, size, key), y_B)
                     return jnp.sum(jnp.where(real_B, loss_B, 0.0)) / jnp.maximum(jnp.sum(real_B), 1)
 
+                if personal_CV is None:
+                    return jax.tree.map(lambda h, g: h - rate * g, held, jax.grad(f)(held))
                 return jax.tree.map(lambda h, g, a: h - rate * (g + pull * (h - a)), held, jax.grad(f)(held), anchor)
 
             return jax.vmap(descend)(held_T, known_T, busy * rate_T, pull_T, anchor_T)

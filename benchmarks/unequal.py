@@ -1,0 +1,80 @@
+"""What clients of unequal size cost beside the ideal, in which each costs what it would among clients of its own size.
+
+    python benchmarks/unequal.py                    clients in the sizes of TFF's federated EMNIST, digits
+    python benchmarks/unequal.py --data writers     the 836 real writers of MNIST, from the data directory
+
+The ideal is measured, not counted: populations in which all clients have n examples give the seconds of a client of n, for
+several n, and straight lines between them. The same training as the paper's FMNIST, with personal models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+
+from fedhdp.client import LocalTraining
+from fedhdp.datasets.handwriting import handwriting
+from fedhdp.datasets.mnist import mnist
+from fedhdp.datasets.tff_sizes import tff_sizes
+from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.models import mlp
+from fedhdp.population import Population, examples
+from fedhdp.simulate import Simulation
+
+COHORT = 100
+TRAINING = LocalTraining(50, 20, 0.01)
+
+
+def seconds(population: Population, rounds: int) -> float:
+    """Seconds of a round with a cohort of a hundred."""
+    group = PrivacyGroup("all", population.clients, 1.0, COHORT / population.clients)
+    simulation = Simulation(population, mlp(), Mechanism((group,), AdaptiveClip(0.5), sampling="fixed"), TRAINING)
+    state, took = simulation.start(), []
+    for number in range(rounds + 2):
+        began = time.perf_counter()
+        state = simulation.play(state)
+        state.done.block_until_ready()
+        took += [time.perf_counter() - began] if number >= 2 else []
+    return statistics.median(took)
+
+
+def alike(size: int) -> Population:
+    """Clients who all have this many examples, of nothing: only the time is of interest."""
+    rng = np.random.default_rng(size)
+    x_N = rng.integers(0, 256, (500 * size, 28, 28), dtype=np.uint8)
+    y_N = rng.integers(0, 10, 500 * size).astype(np.int32)
+    made = examples(x_N, y_N, np.full(500, size))
+    return Population("alike", made, made, x_N[:10], y_N[:10], 10)
+
+
+def main() -> None:
+    """Measure both and print the ratio."""
+    parser = argparse.ArgumentParser(description="Clients of unequal size beside the ideal.")
+    parser.add_argument("--data", choices=("tff-sizes", "writers"), default="tff-sizes")
+    parser.add_argument("--rounds", type=int, default=15)
+    given = parser.parse_args()
+    if given.data == "writers":
+        population = mnist("by_writer")
+    else:
+        sizes, _ = tff_sizes(10, 0)
+        population = handwriting(1000, split="by_writer", sizes=sizes[:1000].tolist(), test_samples=1, server_test=10)
+    count_K = population.train.count_K
+    grid = np.unique(np.linspace(count_K.min(), count_K.max(), 7).astype(int))
+    each = [seconds(alike(int(size)), given.rounds) / COHORT for size in grid]
+    for size, took in zip(grid, each):
+        print(f"clients of {size:4d} examples: {1000 * took:.3f} ms a client")
+    ideal = COHORT * float(np.mean(np.interp(count_K, grid, each)))
+    really = seconds(population, given.rounds)
+    spread = np.quantile(count_K, [0, 0.25, 0.5, 0.75, 1]).astype(int).tolist()
+    print(f"{population.clients} clients of {spread} examples (quartiles): {1000 * really:.0f} ms a round,")
+    print(
+        f"ideally {1000 * ideal:.0f} ms: {really / ideal:.2f} times the ideal; all at the size of the largest it would be"
+    )
+    print(f"{COHORT * each[-1] / ideal:.2f} times")
+
+
+if __name__ == "__main__":
+    main()

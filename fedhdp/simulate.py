@@ -25,31 +25,22 @@ from msgspec.structs import replace
 from fedhdp import server
 from fedhdp.accounting import spends
 from fedhdp.client import LocalTraining
-from fedhdp.engine import Engine, Shape, Slots
+from fedhdp.engine import Engine, Shape
+from fedhdp.evaluation import Evaluation, chosen
 from fedhdp.mechanism import Mechanism, require
 from fedhdp.metrics import SERVER, Row, group_rows
 from fedhdp.models import Array, Model
 from fedhdp.outcome import VariantResult, fill_in, group_results
-from fedhdp.population import Examples, Population, Source
+from fedhdp.population import Population, Source
 from fedhdp.server import ServerState, ServerStep
-from fedhdp.stores import (
-    ExamplesAtHome,
-    PersonalOnDisk,
-    Seats,
-    at_home,
-    evenly,
-    fits,
-    keep_examples,
-    keep_personal,
-    seat,
-)
+from fedhdp.stores import at_home, evenly, fits, keep_examples, keep_personal, seat, table_of
 
 MODEL, COHORT, BATCHES, NOISE = range(1, 5)  # the streams; 0 is the data's
 
 
-def stream(seed: int, purpose: int, round: int) -> np.ndarray:
+def stream(seed: int, purpose: int, round: int, repeat: int = 0) -> np.ndarray:
     """The key of one purpose in one round, as the two words that JAX's generator takes."""
-    return np.random.SeedSequence([seed, purpose, round]).generate_state(2)
+    return np.random.SeedSequence([seed, purpose, round, *([repeat] if repeat else [])]).generate_state(2)
 
 
 class State(NamedTuple):
@@ -73,7 +64,8 @@ class Simulation:
     """A population, a model and one mechanism or several, ready to play rounds.
 
     Several mechanisms are played at once, and have to draw the same cohorts. Those that differ in their pulls alone are
-    one run: they share its global model, noise and all, and each has personal models of its own.
+    one run: they share its global model, noise and all, and each has personal models of its own. With ``repeats`` all of
+    them are played as often beside one another, each time with another initial model and other noise.
     """
 
     def __init__(
@@ -85,12 +77,14 @@ class Simulation:
         step: ServerStep | None = None,
         seed: int = 0,
         noise_seed: int | None = None,
-        folder: Path
-        | None = None,  # where personal models are kept if memory does not hold them; None: a temporary one
+        folder: Path | None = None,  # of personal models that memory does not hold; None: a temporary one
+        repeats: int = 1,
     ):
+        require(repeats >= 1, "repeats", repeats, "at least 1")
         self.population, self.seed, self.noise_seed = population, seed, noise_seed
         self.training, self.step = training or LocalTraining(), step or ServerStep()
-        self.play_by([mechanism] if isinstance(mechanism, Mechanism) else list(mechanism))
+        once = [mechanism] if isinstance(mechanism, Mechanism) else list(mechanism)
+        self.play_by(once * repeats, repeats)
         clients = f"{population.clients}, the clients of {population.name}"
         require(
             self.mechanism.clients == population.clients, "groups", self.mechanism.clients, f"of {clients} together"
@@ -108,21 +102,23 @@ class Simulation:
         self.store = keep_personal(self.engine, population.clients, folder) if self.training.personalise else None
         self._numbers: tuple | None = None
 
-    def play_by(self, mechanisms: list[Mechanism]) -> None:
+    def play_by(self, mechanisms: list[Mechanism], repeats: int = 1) -> None:
         """Take these mechanisms for the rounds that follow: as many, and as much alike, as before."""
         draws = {cohorts_of(one) for one in mechanisms}
         require(len(draws) == 1, "mechanisms", len(draws), "such that all draw the same cohorts")
         self.mechanisms, self.mechanism = mechanisms, mechanisms[0]
-        trained = [global_training(one) for one in mechanisms]
-        self.runs = list(dict.fromkeys(trained))  # what the server really runs
+        each = len(mechanisms) // repeats
+        trained = [(number // each, global_training(one)) for number, one in enumerate(mechanisms)]
+        self.runs = list(dict.fromkeys(trained))  # what the server really runs: which repeat, and what
         self.run_of = [self.runs.index(one) for one in trained]
         self._numbers = None
 
     def start(self) -> State:
         """The state before the first round."""
-        key = jax.random.wrap_key_data(jnp.asarray(stream(self.seed, MODEL, 0)))
-        theta_P, _ = ravel_pytree(self.engine.model.init(key))
-        starts = [server.start(run, self.step, theta_P) for run in self.runs]
+        starts = []
+        for repeat, run in self.runs:
+            key = jax.random.wrap_key_data(jnp.asarray(stream(self.seed, MODEL, 0, repeat)))
+            starts.append(server.start(run, self.step, ravel_pytree(self.engine.model.init(key))[0]))
         state_R = jax.tree.map(lambda *each: np.stack(each), *starts)
         personal = None if self.store is None else self.store.start()
         return State(
@@ -139,9 +135,12 @@ class Simulation:
         self.slots = max(self.slots, self.engine.slots(max(map(len, shares))))  # a cohort is never cut short
         seats = seat(shares, self.slots)
         x_N, y_N, start_C = self.examples.fetch(seats)
-        personal, table = self._lend(state, seats, start_C, count_K)
+        personal, row_C = None, seats.place_C
+        if self.store is not None:
+            personal, row_C = self.store.lend(state.personal, seats)
+        table = table_of(self.engine, seats, self.group_K, start_C, count_K, row_C, state.new_K)
         if self._numbers is None:
-            terms_R = jax.tree.map(lambda *each: np.stack(each), *(run.terms for run in self.runs))
+            terms_R = jax.tree.map(lambda *each: np.stack(each), *(run.terms for _, run in self.runs))
             pull_VG = np.stack([one.terms.pull_G for one in self.mechanisms])[: len(self.engine.run_V)]
             self._numbers = self.engine.put((terms_R, pull_VG), self.engine.everywhere)
         rates = np.array(self.training.rates(state.round), np.float32)
@@ -156,96 +155,35 @@ class Simulation:
         new_K[clients] = False
         return State(state.round + 1, server_state, personal, new_K, done)
 
-    def _lend(self, state: State, seats: Seats, start_C: np.ndarray, count_K: np.ndarray) -> tuple[Any, Array]:
-        """Personal models, and the table of who is asked."""
-        personal, row_C = None, seats.place_C
-        if self.store is not None and state.personal is not None:
-            personal, row_C = self.store.lend(state.personal, seats)
-        client_C, came_C = seats.client_C, seats.came_C
-        count_C = np.where(came_C, count_K[client_C], 0)
-        row_C = np.where(came_C, row_C, self.population.clients + len(client_C) + seats.place_C)
-        columns = Slots(client_C, self.group_K[client_C], start_C, count_C, row_C, came_C, state.new_K[client_C])
-        table = np.stack([np.asarray(column, np.int32) for column in columns], axis=1)
-        return personal, self.engine.put(table, self.engine.by_client)
-
     def evaluate(self, state: State) -> list[list[Row]]:
         """For each mechanism: the global, averaged and personal models, on the server's test set and on the clients' own."""
-        names, (x_N, y_N) = [group.name for group in self.mechanism.groups], self._server_test
-        models = {"global": state.server.theta_P}
+        names, runs, judge = [group.name for group in self.mechanism.groups], len(self.runs), self._judge
+        score_KT = judge.on_clients(state.server.theta_P, state.personal, state.new_K)
+        on_server = {"global": judge.on_server(state.server.theta_P)}
+        by_client = {"global": score_KT[:, self.run_of]}
         if self.step.average is not None:
-            models["average"] = self._averages(state)
-        on_server, on_clients, score_KV = {}, {}, None
-        for model, theta_RP in models.items():
-            scores = self.engine.fetch(self.engine.scores(theta_RP, x_N, y_N))[: len(self.population.server_y_N)]
-            on_server[model] = scores.mean(axis=0)
-            with_personal = state if model == "global" else state._replace(personal=None)
-            score_KT = self._client_scores(with_personal, theta_RP, self._test, self.population.test)
-            on_clients[model], rest = np.split(score_KT, [len(self.runs)], axis=1)
-            score_KV = rest if model == "global" else score_KV
-        chosen_KV = self._choose(state, score_KV)
+            average_RP = self._averages(state)
+            on_server["average"] = judge.on_server(average_RP)
+            by_client["average"] = judge.on_clients(average_RP, None, state.new_K)[:, self.run_of]
+        if self.store is not None:
+            by_client["personal"] = score_KT[:, runs:]
+            if self.population.validation is not None:
+                held_out_KT = judge.on_held_out(state.server.theta_P, state.personal, state.new_K)
+                by_client["chosen"] = chosen(self.run_of, held_out_KT[:, runs:], score_KT[:, runs:])
         clip_R, refused_RG = np.asarray(state.server.clip), np.asarray(state.server.refused_G)
         found = []
         for v, r in enumerate(self.run_of):
-            rows = []
-            for model in models:
-                rows.append(Row(state.round, SERVER, model, "accuracy", float(on_server[model][r])))
-                rows += group_rows(state.round, model, names, self.group_K, on_clients[model][:, r])
-            for model, by_client in (("personal", score_KV), ("chosen", chosen_KV)):
-                if by_client is not None and by_client.shape[1]:
-                    rows += group_rows(state.round, model, names, self.group_K, by_client[:, v])
+            rows = [Row(state.round, SERVER, model, "accuracy", float(on_server[model][r])) for model in on_server]
+            for model, score_KV in by_client.items():
+                rows += group_rows(state.round, model, names, self.group_K, score_KV[:, v])
             rows.append(Row(state.round, SERVER, "global", "clip", float(clip_R[r])))
             rows += [Row(state.round, name, "global", "refused", float(n)) for name, n in zip(names, refused_RG[r])]
             found.append(rows)
         return found
 
-    def _choose(self, state: State, score_KV: np.ndarray | None) -> np.ndarray | None:
-        """The scores when each client takes, among the pulls of a run, the one that is best on what it held out."""
-        validation = self.population.validation
-        if validation is None or score_KV is None or not score_KV.shape[1]:
-            return None
-        if self._validation is None:
-            self._validation = ExamplesAtHome(self.engine, validation)
-        held_out_KV = self._client_scores(state, state.server.theta_P, self._validation, validation)[
-            :, len(self.runs) :
-        ]
-        chosen_KV = np.empty_like(score_KV)
-        run_of = np.array(self.run_of)
-        for r in range(len(self.runs)):
-            mine = np.flatnonzero(run_of == r)
-            best_K = mine[np.nan_to_num(held_out_KV[:, mine], nan=-np.inf).argmax(axis=1)]
-            chosen_KV[:, mine] = score_KV[np.arange(len(score_KV)), best_K][:, None]
-        return chosen_KV
-
     @cached_property
-    def _server_test(self) -> tuple[Array, Array]:
-        x_N, y_N = self.population.server_x_N, self.population.server_y_N
-        spare = -len(y_N) % self.engine.devices
-        return self.engine.put(tuple(np.concatenate([a, a[:spare]]) for a in (x_N, y_N)), self.engine.by_client)
-
-    @cached_property
-    def _test(self) -> ExamplesAtHome:
-        return ExamplesAtHome(self.engine, self.population.test)
-
-    _validation: ExamplesAtHome | None = None
-
-    def _client_scores(self, state: State, theta_RP: Array, kept: ExamplesAtHome, examples: Examples) -> np.ndarray:
-        """Each client's mean score by every model; NaN for a client without any examples."""
-        asked = np.flatnonzero(examples.count_K)
-        at_once = len(asked) if not isinstance(self.store, PersonalOnDisk) else 1024
-        most, parts = int(examples.count_K.max()), []
-        for first in range(0, len(asked), max(at_once, 1)):
-            clients = asked[first : first + at_once]
-            shares = at_home(self.engine, clients)
-            seats = seat(shares, self.engine.slots(max(map(len, shares))))
-            x_N, y_N, start_C = kept.fetch(seats)
-            personal, table = self._lend(state, seats, start_C, examples.count_K)
-            score_CT = self.engine.fetch(self.engine.client_scores(most, theta_RP, personal, x_N, y_N, table))
-            parts.append((seats.client_C[seats.came_C], score_CT[seats.came_C]))
-        models = parts[0][1].shape[1] if parts else len(self.runs)
-        score_KT = np.full((self.population.clients, models), np.nan)
-        for clients, score_CT in parts:
-            score_KT[clients] = score_CT
-        return score_KT
+    def _judge(self) -> Evaluation:
+        return Evaluation(self.engine, self.population, self.group_K, self.store)
 
     def global_model(self, state: State, number: int = 0) -> np.ndarray:
         """A mechanism's global model as one row."""
@@ -267,7 +205,7 @@ class Simulation:
 
     def unpack(self, arrays: dict[str, np.ndarray]) -> State:
         """The state that was packed."""
-        starts = [server.start(run, self.step, jnp.zeros(self.engine.parameters)) for run in self.runs]
+        starts = [server.start(run, self.step, jnp.zeros(self.engine.parameters)) for _, run in self.runs]
         leaves, tree = jax.tree.flatten(jax.tree.map(lambda *each: np.stack(each), *starts))
         packed = [arrays[f"server_{i}"] for i in range(len(leaves))]
         if [leaf.shape for leaf in packed] != [leaf.shape for leaf in leaves]:
@@ -293,9 +231,9 @@ class Simulation:
         return named
 
     def _noise_keys(self, round: int) -> list[np.ndarray]:
-        """A key for each run: the same from a noise seed, so that runs are paired, else as many as there are."""
+        """A key for each run: from a noise seed the same for all of a repeat, so that they are paired; else its own."""
         if self.noise_seed is not None:
-            return [stream(self.noise_seed, NOISE, round)] * len(self.runs)
+            return [stream(self.noise_seed, NOISE, round, repeat) for repeat, _ in self.runs]
         fresh = np.frombuffer(os.urandom(8 * len(self.runs)), np.uint32).reshape(-1, 2)
         if jax.process_count() > 1:  # the noise of a round is one draw, whoever computes with it
             fresh = multihost_utils.broadcast_one_to_all(fresh)
@@ -366,11 +304,12 @@ def simulate_together(
     seed: int = 0,
     noise_seed: int | None = None,
     on_round: Callable[[State], None] | None = None,
+    repeats: int = 1,
 ) -> list[Trained]:
-    """Train under several mechanisms that draw the same cohorts, in one program."""
-    simulation = Simulation(population, model, mechanisms, training, step, seed, noise_seed)
+    """Train under several mechanisms that draw the same cohorts, in one program; all of them ``repeats`` times, in turn."""
+    simulation = Simulation(population, model, mechanisms, training, step, seed, noise_seed, repeats=repeats)
     state = simulation.start()
-    histories: list[list[Row]] = [[] for _ in mechanisms]
+    histories: list[list[Row]] = [[] for _ in simulation.mechanisms]
     while state.round < rounds:
         state = simulation.play(state)
         if on_round is not None:
@@ -380,5 +319,5 @@ def simulate_together(
                 history += rows
     return [
         Trained(one, rounds, simulation.parameters(state, number), histories[number], repeatable=noise_seed is not None)
-        for number, one in enumerate(mechanisms)
+        for number, one in enumerate(simulation.mechanisms)
     ]

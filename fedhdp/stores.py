@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedhdp.engine import Engine
+from fedhdp.engine import Engine, Slots
 from fedhdp.models import Array, Model, Parameters
 from fedhdp.population import Examples, Source
 
@@ -52,6 +52,24 @@ def at_home(engine: Engine, clients: np.ndarray) -> list[np.ndarray]:
 def evenly(engine: Engine, clients: np.ndarray) -> list[np.ndarray]:
     """As many clients for each device, wherever they live."""
     return [clients[device :: engine.devices] for device in range(engine.devices)]
+
+
+def table_of(
+    engine: Engine,
+    seats: Seats,
+    group_K: np.ndarray,
+    start_C: np.ndarray,
+    count_K: np.ndarray,
+    row_C: np.ndarray,
+    new_K: np.ndarray,
+) -> Array:
+    """Who is asked, slot by slot, on the devices."""
+    client_C, came_C = seats.client_C, seats.came_C
+    count_C = np.where(came_C, count_K[client_C], 0)
+    nowhere_C = len(count_K) + len(client_C) + seats.place_C  # out of bounds, so that nothing is written
+    row_C = np.where(came_C, row_C, nowhere_C)
+    columns = Slots(client_C, group_K[client_C], start_C, count_C, row_C, came_C, new_K[client_C])
+    return engine.put(np.stack([np.asarray(column, np.int32) for column in columns], axis=1), engine.by_client)
 
 
 class ExamplesAtHome:

@@ -128,6 +128,17 @@ def test_runs_together_have_noise_of_their_own_where_no_seed_is_given(population
     assert not np.array_equal(keys[0], simulation._noise_keys(0)[0])
 
 
+def test_repeats_are_the_same_cohorts_with_another_start_and_other_noise(population):
+    several = [CHOSEN, non_private(CHOSEN)]
+    made = simulate_together(population, MODEL, several, TRAINING, rounds=2, seed=3, noise_seed=7, repeats=3)
+    assert [one.mechanism for one in made] == several * 3
+    once = simulate_together(population, MODEL, several, TRAINING, rounds=2, seed=3, noise_seed=7)
+    for name, array in once[0].parameters.items():
+        np.testing.assert_allclose(made[0].parameters[name], array, atol=1e-5)
+        assert np.abs(made[2].parameters[name] - array).max() > 1e-3
+        assert np.abs(made[4].parameters[name] - made[2].parameters[name]).max() > 1e-3
+
+
 def test_runs_that_draw_other_cohorts_cannot_be_played_together(population):
     rarer = replace(CHOSEN, groups=tuple(replace(group, sampling_rate=0.1) for group in CHOSEN.groups))
     with pytest.raises(ValueError, match="all draw the same cohorts"):

@@ -1,0 +1,90 @@
+"""How good models are: on the server's test set, on the clients' own examples, and as each client would choose.
+
+Axis letters: K clients of the population, C slots, R global models, V personal models, T both, N examples, P parameters.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from fedhdp.engine import Engine
+from fedhdp.models import Array
+from fedhdp.population import Examples, Population
+from fedhdp.stores import ExamplesAtHome, PersonalAtHome, PersonalOnDisk, at_home, seat, table_of
+
+AT_ONCE = 1024  # clients whose personal models are read from a file for one evaluation
+
+
+class Evaluation:
+    """A population's test sets on the devices, and what models score on them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        population: Population,
+        group_K: np.ndarray,
+        store: PersonalAtHome | PersonalOnDisk | None,
+    ):
+        self.engine, self.population, self.group_K, self.store = engine, population, group_K, store
+
+    @cached_property
+    def _server_test(self) -> tuple[Array, Array]:
+        x_N, y_N = self.population.server_x_N, self.population.server_y_N
+        spare = -len(y_N) % self.engine.devices
+        return self.engine.put(tuple(np.concatenate([a, a[:spare]]) for a in (x_N, y_N)), self.engine.by_client)
+
+    @cached_property
+    def _test(self) -> ExamplesAtHome:
+        return ExamplesAtHome(self.engine, self.population.test)
+
+    @cached_property
+    def _validation(self) -> ExamplesAtHome:
+        assert self.population.validation is not None
+        return ExamplesAtHome(self.engine, self.population.validation)
+
+    def on_server(self, theta_RP: Array) -> np.ndarray:
+        """The mean score of each global model."""
+        score_NR = self.engine.fetch(self.engine.scores(theta_RP, *self._server_test))
+        return score_NR[: len(self.population.server_y_N)].mean(axis=0)
+
+    def on_clients(self, theta_RP: Array, personal: Any, new_K: np.ndarray) -> np.ndarray:
+        """Each client's mean score on its test examples: by every global model, then by its personal ones if given."""
+        return self._scores(theta_RP, personal, new_K, self._test, self.population.test)
+
+    def on_held_out(self, theta_RP: Array, personal: Any, new_K: np.ndarray) -> np.ndarray:
+        """The same on what clients hold out."""
+        assert self.population.validation is not None
+        return self._scores(theta_RP, personal, new_K, self._validation, self.population.validation)
+
+    def _scores(
+        self, theta_RP: Array, personal: Any, new_K: np.ndarray, kept: ExamplesAtHome, examples: Examples
+    ) -> np.ndarray:
+        asked, models = np.flatnonzero(examples.count_K), theta_RP.shape[0]
+        models += 0 if personal is None else len(self.engine.run_V)
+        score_KT = np.full((self.population.clients, models), np.nan)  # without examples there is no score
+        at_once = AT_ONCE if isinstance(self.store, PersonalOnDisk) else max(len(asked), 1)
+        for first in range(0, len(asked), at_once):
+            shares = at_home(self.engine, asked[first : first + at_once])
+            seats = seat(shares, self.engine.slots(max(map(len, shares))))
+            x_N, y_N, start_C = kept.fetch(seats)
+            lent, row_C = None, seats.place_C
+            if self.store is not None and personal is not None:
+                lent, row_C = self.store.lend(personal, seats)
+            table = table_of(self.engine, seats, self.group_K, start_C, examples.count_K, row_C, new_K)
+            most = int(examples.count_K.max())
+            score_CT = self.engine.fetch(self.engine.client_scores(most, theta_RP, lent, x_N, y_N, table))
+            score_KT[seats.client_C[seats.came_C]] = score_CT[seats.came_C]
+        return score_KT
+
+
+def chosen(run_of: list[int], held_out_KV: np.ndarray, score_KV: np.ndarray) -> np.ndarray:
+    """The scores when each client takes, among the pulls of a run, the first that is best on what it held out."""
+    chosen_KV, run_V = np.empty_like(score_KV), np.array(run_of)
+    for run in set(run_of):
+        mine = np.flatnonzero(run_V == run)
+        best_K = mine[np.nan_to_num(held_out_KV[:, mine], nan=-np.inf).argmax(axis=1)]
+        chosen_KV[:, mine] = score_KV[np.arange(len(score_KV)), best_K][:, None]
+    return chosen_KV

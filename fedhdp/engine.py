@@ -79,6 +79,7 @@ class Engine:
         self.round = jax.jit(self._round, donate_argnums=(0, 1), compiler_options=graphs)
         self.scores = jax.jit(self._scores)
         self.client_scores = jax.jit(self._client_scores, static_argnums=0)
+        self.lay = jax.jit(self._lay, donate_argnums=0)
 
     def slots(self, clients_each: int) -> int:
         """The capacity for this many clients on each device: whole chunks, and few slots that nobody needs."""
@@ -257,6 +258,23 @@ class Engine:
 
         spread = self._spread(on_device, (EVERYWHERE,) + (BY_CLIENT,) * 4, BY_CLIENT)
         return spread(theta_RP, personal_K, x_N, y_N, table)
+
+    def _lay(self, desk_C: Parameters, brought_B: Parameters, row_B: Array) -> Parameters:
+        """Some rows of personal models put where they belong on each device; a row out of bounds is nobody's."""
+
+        def on_device(desk_C: Parameters, brought_B: Parameters, row_B: Array) -> Parameters:
+            def one(b: Array, desk_C: Parameters) -> Parameters:  # row by row: a scatter would copy the desk
+                def of_leaf(desk_C: Array, new_B: Array) -> Array:
+                    row = jnp.minimum(row_B[b], desk_C.shape[0] - 1)
+                    there = jax.lax.dynamic_index_in_dim(desk_C, row)
+                    new = jnp.where(row == row_B[b], jax.lax.dynamic_index_in_dim(new_B, b), there)
+                    return jax.lax.dynamic_update_slice_in_dim(desk_C, new, row, 0)
+
+                return jax.tree.map(of_leaf, desk_C, brought_B)
+
+            return jax.lax.fori_loop(0, row_B.shape[0], one, desk_C)
+
+        return self._spread(on_device, (BY_CLIENT,) * 3, BY_CLIENT)(desk_C, brought_B, row_B)
 
     def _spread(self, on_device: Callable, taken: tuple, given: Any) -> Callable:
         """A function of one device on all of them, with what it takes and gives split as said."""

@@ -77,6 +77,8 @@ class Evaluation:
             most = int(examples.count_K.max())
             score_CT = self.engine.fetch(self.engine.client_scores(most, theta_RP, lent, x_N, y_N, table))
             score_KT[seats.client_C[seats.came_C]] = score_CT[seats.came_C]
+            if self.store is not None and lent is not None:
+                self.store.give_back(lent)
         return score_KT
 
 

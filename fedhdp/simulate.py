@@ -9,6 +9,7 @@ Axis letters: K clients of the population, P parameters.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
@@ -97,7 +98,8 @@ class Simulation:
         self.engine = _engine(model, self.training, self.step, shape)
         self.group_K = self.mechanism.group_of_clients
         expected = self.mechanism.expected_cohort / self.engine.devices
-        self.slots = self.engine.slots(int(expected + (4 * expected**0.5 + 1) * (self.mechanism.sampling == "poisson")))
+        steady = self.mechanism.sampling == "fixed" and (not self.training.personalise or self.engine.devices == 1)
+        self.slots = self.engine.slots(math.ceil(expected + (0 if steady else 4 * expected**0.5 + 1)))
         self.examples = keep_examples(self.engine, population.train, sizes[-1])
         self.store = keep_personal(self.engine, population.clients, folder) if self.training.personalise else None
         self._numbers: tuple | None = None
@@ -131,7 +133,7 @@ class Simulation:
         count_K = self.population.train.count_K
         if not self.engine.shape.full:  # those with most examples first, so that chunks are alike
             clients = clients[np.argsort(-count_K[clients], kind="stable")]
-        shares = (evenly if self.engine.shape.anywhere else at_home)(self.engine, clients)
+        shares = (at_home if self.training.personalise else evenly)(self.engine, clients)
         self.slots = max(self.slots, self.engine.slots(max(map(len, shares))))  # a cohort is never cut short
         seats = seat(shares, self.slots)
         x_N, y_N, start_C = self.examples.fetch(seats)

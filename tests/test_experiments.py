@@ -170,8 +170,8 @@ def test_a_watcher_that_says_no_interrupts_and_the_run_goes_on_from_there(whole,
     resume(folder, lambda progress: seen.append(progress) or True)
     assert [(p.variant, p.round) for p in seen[:3]] == [
         ("DP-FedAvg", 0),
-        ("2 variants together", 0),
-        ("2 variants together", 8),
+        ("DP-FedAvg and 1 more", 0),
+        ("DP-FedAvg and 1 more", 8),
     ]
     same_run(whole, folder)
 
@@ -413,7 +413,7 @@ def test_json_prints_one_document_and_nothing_else_on_standard_output(tmp_path):
     assert all(set(group) >= needed for group in variant["groups"])
     assert variant["groups"][0]["epsilon"] is None
     assert variant["groups"][1]["epsilon"] > 0
-    assert "[1/2] 2 variants together: round 3/3" in said.stderr  # plain lines where there is no terminal
+    assert "[1/2] DP-FedAvg and 1 more: round 3/3" in said.stderr  # plain lines where there is no terminal
     assert "\x1b" not in said.stderr
 
 
@@ -456,7 +456,7 @@ def test_a_variant_that_draws_other_cohorts_runs_by_itself(tmp_path):
     seen = []
     variants = (first, replace(second, sampling="fixed"), replace(second, name="third"))
     run(tiny(variants=variants), tmp_path / "run", lambda progress: seen.append(progress.variant) or True)
-    assert list(dict.fromkeys(seen)) == ["DP-FedAvg", "2 variants together", "FedHDP"]
+    assert list(dict.fromkeys(seen)) == ["DP-FedAvg", "DP-FedAvg and 1 more", "FedHDP"]
 
 
 def test_with_a_ledger_pulls_are_charged_once_and_trainings_one_by_one(tmp_path):

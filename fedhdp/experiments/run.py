@@ -29,7 +29,7 @@ from fedhdp.stores import personal_bytes, personal_room
 class Progress(NamedTuple):
     """Where a run stands."""
 
-    variant: str  # its name, or how many run together
+    variant: str  # its name, and how many run with it
     number: int  # of the first of them, the first of all being 1
     variants: int
     round: int
@@ -144,7 +144,7 @@ def _run_batch(
     """Variants that run together; what they go on from is kept with the first of them, which is finished last."""
     variants, parts = [experiment.variants[index] for index in batch], [all_parts[index] for index in batch]
     begun = time.monotonic()
-    name = variants[0].name if len(batch) == 1 else f"{len(batch)} variants together"
+    name = variants[0].name if len(batch) == 1 else f"{variants[0].name} and {len(batch) - 1} more"
     place = (name, batch[0] + 1, len(experiment.variants))
     watch(Progress(*place, 0, experiment.rounds))
     checkpoint = parts[0].checkpoint()

@@ -211,6 +211,9 @@ class Engine:
             self.shape.full,
         )
 
+        if x_N.dtype != jnp.uint8:  # a client whose inputs are not finite is refused by its norm, and adds no 0 · NaN
+            x_CM = jnp.where(jnp.isfinite(x_CM), x_CM, 0.0)
+
         def of_run(terms: Terms, clip: Array, update_C: Parameters, norm_C: Array) -> Sums:
             updates = Updates(norm_C, lambda scale_C: held_in.add(scale_C, update_C, x_CM))
             return clip_and_sum(terms, clip, updates, mine.group_C, mine.came_C == 1)

@@ -187,6 +187,29 @@ def test_a_client_whose_update_is_nan_contributes_nothing_and_is_counted(populat
     assert {row.group: row.value for row in rows if row.metric == "refused"} == {"group 0": 0, "group 1": 2}
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_inputs_that_are_not_finite_reach_nobody_else_in_the_span(bad):
+    population = tiny_population([5] * 19, inputs=40)
+    x_N = population.train.x_N / np.float32(255)
+    rest = {"test": population.test._replace(x_N=population.test.x_N / np.float32(255))}
+    everyone, model = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=1.0), mlp(40, 5, 3)
+    states = []
+    for ill in (False, True):
+        x = x_N.copy()
+        if ill:
+            x[5 * 7] = bad  # an image of client 7, of the second group
+        sick = population._replace(
+            train=population.train._replace(x_N=x), server_x_N=population.server_x_N / np.float32(255), **rest
+        )
+        simulation = Simulation(sick, model, everyone, TRAINING, seed=3, noise_seed=7)
+        states.append((simulation, simulation.play(simulation.start())))
+    (_, well), (simulation, state) = states
+    assert np.asarray(state.server.refused_G).tolist() == [[0, 1]]
+    assert np.isfinite(np.asarray(state.server.theta_P)).all()
+    others = np.delete(np.arange(19), 7)
+    np.testing.assert_array_equal(states[0][0].personal_models(well, others), simulation.personal_models(state, others))
+
+
 def test_an_empty_round_is_just_a_round(population):
     nobody = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=0.0)
     _, state = final(population, nobody)

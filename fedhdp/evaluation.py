@@ -12,8 +12,9 @@ import numpy as np
 
 from fedhdp.engine import Engine
 from fedhdp.models import Array
+from fedhdp.personal import PersonalAtHome, PersonalOnDisk
 from fedhdp.population import Examples, Population
-from fedhdp.stores import ExamplesAtHome, PersonalAtHome, PersonalOnDisk, at_home, seat, table_of
+from fedhdp.stores import ExamplesAtHome, at_home, seat, table_of
 
 AT_ONCE = 1024  # clients whose personal models are read from a file for one evaluation
 

@@ -32,9 +32,10 @@ from fedhdp.mechanism import Mechanism, require
 from fedhdp.metrics import SERVER, Row, group_rows
 from fedhdp.models import Array, Model
 from fedhdp.outcome import VariantResult, fill_in, group_results
+from fedhdp.personal import keep_personal
 from fedhdp.population import Population, Source
 from fedhdp.server import ServerState, ServerStep
-from fedhdp.stores import at_home, evenly, fits, keep_examples, keep_personal, seat, table_of
+from fedhdp.stores import at_home, evenly, fits, keep_examples, seat, table_of
 
 MODEL, COHORT, BATCHES, NOISE = range(1, 5)  # the streams; 0 is the data's
 

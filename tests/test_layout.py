@@ -17,6 +17,7 @@ LEVELS = [  # each may import from those above it in this list, and nothing from
     {"accounting", "client", "datasets", "ledger", "metrics", "server", "theory"},
     {"algorithms", "calibration", "engine", "outcome", "tuning"},
     {"plan", "results", "stores"},
+    {"personal"},
     {"evaluation"},
     {"simulate"},
     {"experiments"},

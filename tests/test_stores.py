@@ -13,7 +13,7 @@ from conftest import mechanism_of, tiny_population
 from msgspec.structs import replace
 from test_simulate import CHOSEN, MODEL, TRAINING, final
 
-from fedhdp import simulate, stores
+from fedhdp import personal, simulate, stores
 from fedhdp.algorithms import dp_fedavg, non_private
 from fedhdp.client import LocalTraining
 from fedhdp.datasets.handwriting import OnDemand, handwriting
@@ -35,9 +35,9 @@ def alike(one, other) -> None:
 
 def test_personal_models_on_disk_are_those_in_memory(population, monkeypatch):
     in_memory = final(population, CHOSEN)
-    monkeypatch.setattr(stores, "personal_room", lambda: 0)
+    monkeypatch.setattr(personal, "personal_room", lambda: 0)
     on_disk = final(population, CHOSEN)
-    assert isinstance(on_disk[0].store, stores.PersonalOnDisk)
+    assert isinstance(on_disk[0].store, personal.PersonalOnDisk)
     alike(in_memory, on_disk)
 
 
@@ -45,7 +45,7 @@ def test_a_run_with_models_on_disk_goes_on_from_its_checkpoint_whatever_was_writ
     population, monkeypatch, tmp_path
 ):
     whole, end = final(population, CHOSEN, rounds=6)
-    monkeypatch.setattr(stores, "personal_room", lambda: 0)
+    monkeypatch.setattr(personal, "personal_room", lambda: 0)
     begun = Simulation(population, MODEL, CHOSEN, TRAINING, seed=3, noise_seed=7, folder=tmp_path)
     state = begun.start()
     for number in range(5):  # a checkpoint after two rounds, another after three, and two rounds that nobody kept

@@ -21,9 +21,9 @@ from fedhdp.mechanism import Mechanism
 from fedhdp.metrics import SERVER, Row
 from fedhdp.models import Model
 from fedhdp.outcome import Summary, VariantResult, fill_in
+from fedhdp.personal import personal_bytes, personal_room
 from fedhdp.results import RunFolder, VariantFolder
 from fedhdp.simulate import Simulation, State, cohorts_of, global_training
-from fedhdp.stores import personal_bytes, personal_room
 
 
 class Progress(NamedTuple):

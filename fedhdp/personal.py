@@ -94,7 +94,7 @@ class PersonalOnDisk:
         weakref.finalize(self, os.close, self.file)
         self.desks: list[Parameters | None] = [None, None]
         self.written: Future | None = None  # what the last round left on its desk
-        self.writing = np.zeros(0, int)  # whose that is
+        self.writing: dict[int, int] = {}  # whose that is, and in which slot
         return self.file
 
     def start(self) -> Any:
@@ -107,8 +107,6 @@ class PersonalOnDisk:
     def lend(self, kept: Any, seats: Seats) -> tuple[Parameters, np.ndarray]:
         """A desk with the models of those clients who have any, and their rows."""
         known_C = seats.came_C & self.known_K[seats.client_C]
-        if np.isin(seats.client_C[known_C], self.writing).any():
-            self._wait()  # a client of the last round is here again
         desk = self.desks.pop(0)
         if desk is None or jax.tree.leaves(desk)[0].shape[0] != len(seats.client_C):
             desk = _room(self.engine, len(seats.client_C))
@@ -119,15 +117,27 @@ class PersonalOnDisk:
     def _bring(self, desk: Parameters, seats: Seats, known_C: np.ndarray) -> Parameters:
         """Read the models of some slots onto the desk, as many for each device."""
         by_device = np.split(known_C, self.engine.devices)
-        each = (
-            1 << (max(int(mine.sum()) for mine in by_device) - 1).bit_length()
-        )  # few sizes, so that it rarely compiles
+        most = max(16, *(int(mine.sum()) for mine in by_device))
+        each = 1 << (most - 1).bit_length()  # few sizes, so that it rarely compiles
         slots = [np.flatnonzero(mine) + device * len(mine) for device, mine in enumerate(by_device)]
         slot_B = np.concatenate([np.pad(mine, (0, each - len(mine)), constant_values=-1) for mine in slots])
         leaves = self._read(seats.client_C[slot_B], slot_B >= 0)
+        self._copy_unwritten(leaves, np.where(slot_B >= 0, seats.client_C[slot_B], -1))
         rows = np.where(slot_B >= 0, seats.place_C[slot_B], len(known_C)).astype(np.int32)
         brought = jax.tree.unflatten(jax.tree.structure(self.engine.like), leaves)
         return self.engine.lay(desk, *self.engine.put((brought, rows), self.engine.by_client))
+
+    def _copy_unwritten(self, leaves: list[np.ndarray], client_B: np.ndarray) -> None:
+        """Models of the last round that may not be in the file yet, from its desk: a client may be asked again at once."""
+        again = [(b, self.writing[client]) for b, client in enumerate(client_B.tolist()) if client in self.writing]
+        if not again:
+            return
+        for leaf, left in zip(leaves, jax.tree.leaves(self.desks[-1])):
+            for shard in left.addressable_shards:
+                first, part = shard.index[0].start or 0, np.asarray(shard.data)
+                for b, slot in again:
+                    if first <= slot < first + len(part):
+                        leaf[b] = part[slot - first]
 
     def rows(self, kept: Any, clients: np.ndarray) -> np.ndarray:
         """The models of these clients, each as one row."""
@@ -152,7 +162,7 @@ class PersonalOnDisk:
         other = self.kept_K[clients] < 2
         self.place_K[clients[other]] = 1 - self.kept_K[clients[other]]
         self.known_K[clients] = True
-        self.writing = clients
+        self.writing = dict(zip(clients.tolist(), np.flatnonzero(seats.came_C).tolist()))
         offset_C = [self._offset(client) for client in seats.client_C.tolist()]
         self.written = self.writer.submit(_write, self.file, jax.tree.leaves(lent), seats.came_C, offset_C)
         self.desks.append(lent)
@@ -165,7 +175,7 @@ class PersonalOnDisk:
     def _wait(self) -> None:
         if self.written is not None:
             self.written.result()
-        self.written, self.writing = None, np.zeros(0, int)
+        self.written, self.writing = None, {}
 
     def pack(self, kept: Any, known: np.ndarray) -> dict[str, np.ndarray]:
         """Which place of each client holds; the models stay where they are."""

@@ -12,7 +12,9 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ import numpy as np
 from fedhdp.engine import Engine
 from fedhdp.models import Array, Model, Parameters
 from fedhdp.stores import GIB, Seats
+
+PART = 256  # clients whose models are written to a checkpoint at a time
+Packed = Mapping[str, np.ndarray | Callable[[], np.ndarray]]
 
 
 class PersonalAtHome:
@@ -52,17 +57,25 @@ class PersonalAtHome:
         leaves = [self.engine.fetch(leaf)[self._home(clients)] for leaf in jax.tree.leaves(kept)]
         return np.concatenate([leaf.reshape(*leaf.shape[:2], -1) for leaf in leaves], axis=2)
 
-    def pack(self, kept: Parameters, known: np.ndarray) -> dict[str, np.ndarray]:
-        """The models of these clients as named arrays, in their order, whatever the devices."""
-        leaves = (self.engine.fetch(leaf)[self._home(known)] for leaf in jax.tree.leaves(kept))
-        return {f"personal_{i}": leaf for i, leaf in enumerate(leaves)}
+    def pack(self, kept: Parameters, known: np.ndarray) -> Packed:
+        """The models of these clients as named arrays, in their order, whatever the devices; made part by part."""
+        parts = {}
+        for i, leaf in enumerate(jax.tree.leaves(kept)):
+            for first in range(0, len(known), PART):
+                parts[f"personal_{i}_{first}"] = partial(self._part, leaf, known[first : first + PART])
+        return parts
+
+    def _part(self, leaf: Array, clients: np.ndarray) -> np.ndarray:
+        rows = np.pad(self._home(clients), (0, PART - len(clients)))  # one size, so that it compiles once
+        return self.engine.fetch(leaf[rows])[: len(clients)]
 
     def unpack(self, arrays: dict[str, np.ndarray], known: np.ndarray) -> Parameters:
         """The models that were packed."""
         leaves, tree = jax.tree.flatten(self.engine.like)
         made = [np.zeros((self.capacity, len(self.engine.run_V), *leaf.shape), leaf.dtype) for leaf in leaves]
         for i, rows in enumerate(made):
-            rows[self._home(known)] = arrays[f"personal_{i}"]
+            for first in range(0, len(known), PART):
+                rows[self._home(known[first : first + PART])] = arrays.pop(f"personal_{i}_{first}")
         return self.engine.put(jax.tree.unflatten(tree, made), self.engine.by_client)
 
     def _home(self, clients: np.ndarray) -> np.ndarray:
@@ -177,7 +190,7 @@ class PersonalOnDisk:
             self.written.result()
         self.written, self.writing = None, {}
 
-    def pack(self, kept: Any, known: np.ndarray) -> dict[str, np.ndarray]:
+    def pack(self, kept: Any, known: np.ndarray) -> Packed:
         """Which place of each client holds; the models stay where they are."""
         self._wait()
         os.fsync(self.file)

@@ -21,9 +21,10 @@ import os
 import re
 import secrets
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -51,11 +52,12 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.") or "run"
 
 
-def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Write a file so that it is never seen half-written, even after a crash."""
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that is never seen half-written, even after a crash."""
     part = path.with_name(path.name + ".part")
     with open(part, "wb") as file:
-        file.write(content)
+        yield file
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
@@ -66,11 +68,18 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
         os.close(folder)
 
 
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write named arrays as one whole file."""
-    content = io.BytesIO()
-    np.savez(content, allow_pickle=False, **arrays)
-    write_whole(path, content.getbuffer())
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """Write a file so that it is never seen half-written, even after a crash."""
+    with whole_file(path) as file:
+        file.write(content)
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray | Callable[[], np.ndarray]]) -> None:
+    """Write named arrays as one whole file; those given as functions are made one after the other."""
+    with whole_file(path) as file, zipfile.ZipFile(file, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, np.asarray(array() if callable(array) else array), allow_pickle=False)
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -158,7 +167,7 @@ class VariantFolder:
         path = self.path / CHECKPOINT
         return read_arrays(path) if path.exists() else None
 
-    def keep_checkpoint(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def keep_checkpoint(self, arrays: Mapping[str, np.ndarray | Callable[[], np.ndarray]]) -> None:
         """Remember where to go on."""
         write_arrays(self.path / CHECKPOINT, arrays)
 

@@ -32,7 +32,7 @@ from fedhdp.mechanism import Mechanism, require
 from fedhdp.metrics import SERVER, Row, group_rows
 from fedhdp.models import Array, Model
 from fedhdp.outcome import VariantResult, fill_in, group_results
-from fedhdp.personal import keep_personal
+from fedhdp.personal import Packed, keep_personal
 from fedhdp.population import Population, Source
 from fedhdp.server import ServerState, ServerStep
 from fedhdp.stores import at_home, evenly, fits, keep_examples, seat, table_of
@@ -200,11 +200,15 @@ class Simulation:
         own_CP = self.store.rows(state.personal, clients)[:, number]
         return np.where(state.new_K[clients, None], self.global_model(state, number), own_CP)
 
-    def pack(self, state: State) -> dict[str, np.ndarray]:
-        """The state as named arrays, personal models in the order of the clients, so that any machine can go on."""
-        arrays = {f"server_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state.server))}
-        arrays |= {"round": np.array(state.round), "new_K": state.new_K}
-        return arrays if self.store is None else arrays | self.store.pack(state.personal, np.flatnonzero(~state.new_K))
+    def pack(self, state: State) -> Packed:
+        """The state as named arrays, personal models in the order of the clients, so that any machine can go on.
+
+        Large ones are functions that make them, to be called before the next round.
+        """
+        arrays: Packed = {f"server_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state.server))}
+        arrays = {**arrays, "round": np.array(state.round), "new_K": state.new_K}
+        own = {} if self.store is None else self.store.pack(state.personal, np.flatnonzero(~state.new_K))
+        return {**arrays, **own}
 
     def unpack(self, arrays: dict[str, np.ndarray]) -> State:
         """The state that was packed."""

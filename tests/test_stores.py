@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import mechanism_of, tiny_population
 from msgspec.structs import replace
-from test_simulate import CHOSEN, MODEL, TRAINING, final
+from test_simulate import CHOSEN, MODEL, TRAINING, final, read
 
 from fedhdp import personal, simulate, stores
 from fedhdp.algorithms import dp_fedavg, non_private
@@ -51,7 +51,7 @@ def test_a_run_with_models_on_disk_goes_on_from_its_checkpoint_whatever_was_writ
     for number in range(5):  # a checkpoint after two rounds, another after three, and two rounds that nobody kept
         state = begun.play(state)
         if number in (1, 2):
-            kept = begun.pack(state)
+            kept = read(begun.pack(state))
     again = Simulation(population, MODEL, CHOSEN, TRAINING, seed=3, noise_seed=7, folder=tmp_path)
     state = again.unpack(kept)
     assert state.round == 3
@@ -202,13 +202,13 @@ import sys, jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
 from conftest import tiny_population
-from test_simulate import CHOSEN, final
+from test_simulate import CHOSEN, final, read
 population = tiny_population([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6])
 simulation, state = final(population, CHOSEN)
 assert simulation.engine.devices == 4
 own = simulation.personal_models(state, np.flatnonzero(~state.new_K))
 values = [row.value for row in simulation.evaluate(state)[0]]
-kept = simulation.pack(state)
+kept = read(simulation.pack(state))
 again = simulation.unpack(kept)
 _, fresh = final(population, CHOSEN, noise_seed=None)  # from the entropy of one of the two, and not of the other
 np.savez(sys.argv[3], theta=simulation.global_model(state), own=own, values=values, again=simulation.global_model(again),

@@ -109,7 +109,7 @@ def _batches(experiment: Experiment, mechanisms: list[Mechanism], model: Model) 
     trainings: dict[Mechanism, list[int]] = {}
     for index, mechanism in enumerate(mechanisms):
         trainings.setdefault(global_training(mechanism), []).append(index)
-    room = personal_room() // 3  # beside data and what a round computes with
+    room = personal_room() // 4  # beside data and what a round computes with
     each = personal_bytes(model, mechanisms[0].clients) if experiment.training.personalise else 0
     batches: dict[tuple, list[list[int]]] = {}
     for training, indices in trainings.items():
@@ -185,7 +185,8 @@ def _run_batch(
         go_on = watch(Progress(*place, state.round, experiment.rounds, latest, epsilon, left))
         now = time.monotonic()
         if not go_on or now - kept >= pause:
-            parts[0].keep_checkpoint(simulation.pack(state) | {"seconds": np.array(seconds_before + now - begun)})
+            seconds_so_far = np.array(seconds_before + now - begun)
+            parts[0].keep_checkpoint({**simulation.pack(state), "seconds": seconds_so_far})
             kept = time.monotonic()
             pause = max(experiment.checkpoint_seconds, 10 * (kept - now))  # a tenth of the time at most
         if not go_on:

@@ -57,9 +57,8 @@ class State(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _engine(model: Model, training: LocalTraining, step: ServerStep, shape: Shape) -> Engine:
-    return Engine(
-        model, training, step, shape
-    )  # one for all runs that differ in numbers alone: they share a compilation
+    """One engine for all runs that differ in numbers alone: they share a compilation."""
+    return Engine(model, training, step, shape)
 
 
 class Simulation:
@@ -109,12 +108,22 @@ class Simulation:
         """Take these mechanisms for the rounds that follow: as many, and as much alike, as before."""
         draws = {cohorts_of(one) for one in mechanisms}
         require(len(draws) == 1, "mechanisms", len(draws), "such that all draw the same cohorts")
-        self.mechanisms, self.mechanism = mechanisms, mechanisms[0]
+        self._mechanisms = tuple(mechanisms)
         each = len(mechanisms) // repeats
         trained = [(number // each, global_training(one)) for number, one in enumerate(mechanisms)]
         self.runs = list(dict.fromkeys(trained))  # what the server really runs: which repeat, and what
         self.run_of = [self.runs.index(one) for one in trained]
         self._numbers = None
+
+    @property
+    def mechanisms(self) -> tuple[Mechanism, ...]:
+        """What is played; changed by ``play_by`` alone, so that cohorts and noise are always of the same promise."""
+        return self._mechanisms
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """The first of them, whose cohorts are everybody's."""
+        return self._mechanisms[0]
 
     def start(self) -> State:
         """The state before the first round."""

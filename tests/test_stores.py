@@ -145,6 +145,19 @@ def test_runs_that_draw_other_cohorts_cannot_be_played_together(population):
         Simulation(population, MODEL, [CHOSEN, rarer], TRAINING)
 
 
+def test_a_mechanism_changed_on_the_way_changes_cohorts_and_noise_together(population):
+    louder = replace(CHOSEN, groups=tuple(replace(group, noise_multiplier=50.0) for group in CHOSEN.groups))
+    simulation, state = final(population, CHOSEN, rounds=1)
+    with pytest.raises(AttributeError):
+        simulation.mechanism = louder
+    before = simulation.global_model(state)
+    simulation.play_by([louder])
+    moved = np.abs(simulation.global_model(simulation.play(state)) - before).mean()
+    simulation, state = final(population, CHOSEN, rounds=1)
+    quiet = np.abs(simulation.global_model(simulation.play(state)) - before).mean()
+    assert moved > 10 * quiet
+
+
 def test_each_client_chooses_the_pull_that_is_best_on_what_it_held_out(population):
     chosen = hold_out(population, 0.3, seed=5)
     pulls = [replace(CHOSEN, groups=tuple(replace(g, pull=pull) for g in CHOSEN.groups)) for pull in (0.0, 0.5, 4.0)]

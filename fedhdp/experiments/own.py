@@ -20,8 +20,8 @@ from fedhdp.plan import PAPERS_PARAMETERS, weighed
 from fedhdp.server import ServerStep
 
 BASE = "noniid-mnist"  # the table that they stand beneath
-PROMISE = 3.6
-PLD_NOISE = 1.401  # the least noise that PLD accounting finds enough for the promise; the paper's is 1.5
+PROMISE = paper.TABLES[BASE].epsilon
+PLD_NOISE = 1.401  # the least noise that PLD accounting finds enough for the promise, less than the paper's
 TUNED = (0.01, 0.025)  # the paper's best weights
 HELD_OUT = 0.2  # of each client's train examples, on which it chooses its pull
 LONGER = ServerStep(average=0.95)  # a longer average
@@ -32,7 +32,7 @@ class Own(NamedTuple):
     """A row of our own: what it changes in FedHDP with the paper's numbers."""
 
     about: str
-    noise_multiplier: float = 1.5
+    noise_multiplier: float | None = None  # None: the paper's
     weights: tuple[float, ...] | None = TUNED  # None: the one that theory suggests
     server: ServerStep = AVERAGED
     averaged: bool = False  # its model is the average of the global models
@@ -57,7 +57,9 @@ def own_part(name: str, data: Data, rounds: int = ROUNDS, seed: int = 0) -> Expe
     """One row of our own as an experiment."""
     own, table = OURS[name], paper.TABLES[BASE]
     opted_out, private = paper.groups_of(table, data)
-    groups = (opted_out, replace(private, noise_multiplier=own.noise_multiplier))
+    if own.noise_multiplier is not None:
+        private = replace(private, noise_multiplier=own.noise_multiplier)
+    groups = (opted_out, private)
     mechanism = WantedMechanism(groups, AdaptiveClip(initial=table.clip))
     weights = own.weights or _weights(mechanism, "shared")[1:]
     held = replace(data, validation=own.held_out) if own.held_out else data

@@ -24,6 +24,7 @@ import numpy as np
 
 from fedhdp.engine import Engine
 from fedhdp.models import Array, Model, Parameters
+from fedhdp.results import PERSONAL
 from fedhdp.stores import GIB, Seats
 
 PART = 256  # clients whose models are written to a checkpoint at a time
@@ -94,7 +95,7 @@ class PersonalOnDisk:
     def __init__(self, engine: Engine, clients: int, folder: Path | None):
         self.engine, self.clients = engine, clients
         self.bytes = 4 * len(engine.run_V) * engine.parameters  # of a client
-        self.path = None if folder is None else folder / "personal.bin"
+        self.path = None if folder is None else folder / PERSONAL
         self.writer = ThreadPoolExecutor(1)
         weakref.finalize(self, self.writer.shutdown, wait=False)
 

@@ -5,6 +5,7 @@
     DIR/summary.json              what it came to; written last, so a folder with one is whole
     DIR/VARIANT/history.csv       round, group, model, metric, value; appended as the run goes
     DIR/VARIANT/checkpoint.npz    where to go on; gone when the variant is done
+    DIR/VARIANT/personal.bin      personal models that memory does not hold; gone when the variant is done
     DIR/VARIANT/model.npz         the final global model (and its average), by parameter
     DIR/VARIANT/result.json       the variant's part of the summary
 
@@ -35,6 +36,7 @@ from fedhdp.outcome import VariantResult
 EXPERIMENT, SUMMARY, LOCK = "experiment.toml", "summary.json", ".lock"
 RUN = "run.json"
 HISTORY, CHECKPOINT, MODEL, RESULT = "history.csv", "checkpoint.npz", "model.npz", "result.json"
+PERSONAL = "personal.bin"
 
 
 class RunName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -200,10 +202,11 @@ class VariantFolder:
             os.fsync(file.fileno())
 
     def finish(self, model: Mapping[str, np.ndarray], result: VariantResult) -> None:
-        """Keep the model and the result; the checkpoint is not needed any more."""
+        """Keep the model and the result; what a run goes on from is not needed any more."""
         write_arrays(self.path / MODEL, model)
         write_value(self.path / RESULT, result)
-        (self.path / CHECKPOINT).unlink(missing_ok=True)
+        for name in (CHECKPOINT, PERSONAL):
+            (self.path / name).unlink(missing_ok=True)
 
 
 def _lines(rows: Iterable[Row]) -> str:

@@ -458,6 +458,26 @@ def test_a_variant_that_draws_other_cohorts_runs_by_itself(tmp_path):
     assert list(dict.fromkeys(seen)) == ["DP-FedAvg", "DP-FedAvg and 1 more", "FedHDP"]
 
 
+def test_personal_models_on_disk_are_gone_when_a_run_is_done(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedhdp.personal.personal_room", lambda: 0)
+    folder, seen = tmp_path / "run", []
+
+    def watch(progress: Progress) -> bool:
+        seen.append(list(folder.rglob("personal.bin")))
+        return progress.round != 6
+
+    with pytest.raises(Interrupted):
+        run(tiny(), folder, watch)
+    resume(folder, onwards)
+    assert seen[-1]
+    assert not list(folder.rglob("personal.bin"))
+    one, other = (results.read_value(path / "summary.json", outcome.Summary) for path in (whole, folder))
+    for a, b in zip(one.variants, other.variants, strict=True):
+        assert [g.personal_accuracy for g in a.groups] == pytest.approx(
+            [g.personal_accuracy for g in b.groups], abs=1e-4
+        )
+
+
 def test_with_a_ledger_pulls_are_charged_once_and_trainings_one_by_one(tmp_path):
     first, second = tiny().variants
     both = (

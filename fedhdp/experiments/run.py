@@ -15,7 +15,7 @@ import numpy as np
 import fedhdp
 from fedhdp import results
 from fedhdp.experiments.paying import BudgetSpent, Payer
-from fedhdp.experiments.spec import Experiment, from_toml, to_toml
+from fedhdp.experiments.spec import Experiment, Variant, from_toml, to_toml
 from fedhdp.ledger import Ledger
 from fedhdp.mechanism import Mechanism
 from fedhdp.metrics import SERVER, Row
@@ -72,19 +72,11 @@ def _run(experiment: Experiment, mechanism: Mechanism, folder: RunFolder, watch:
     parts = [folder.variant(variant.name) for variant in experiment.variants]
     finished = [part.result() for part in parts]
     if None in finished:
-        watch(
-            Progress(
-                experiment.variants[finished.index(None)].name,
-                finished.index(None) + 1,
-                len(parts),
-                0,
-                experiment.rounds,
-            )
-        )
+        first = finished.index(None)
+        watch(Progress(experiment.variants[first].name, first + 1, len(parts), 0, experiment.rounds))
         population = experiment.data.load(mechanism, experiment.seed)
-        model = experiment.model.build(
-            int(population.server_x_N[0].size), population.classes
-        )  # one, so that it compiles once
+        inputs = int(population.server_x_N[0].size)
+        model = experiment.model.build(inputs, population.classes)  # one, so that it compiles once
         mechanisms = [variant.mechanism(mechanism) for variant in experiment.variants]
         with _ledger(experiment) as ledger:
             for batch in _batches(experiment, mechanisms, model):
@@ -147,19 +139,8 @@ def _run_batch(
     name = variants[0].name if len(batch) == 1 else f"{variants[0].name} and {len(batch) - 1} more"
     place = (name, batch[0] + 1, len(experiment.variants))
     watch(Progress(*place, 0, experiment.rounds))
-    checkpoint = parts[0].checkpoint()
-    state = simulation.start() if checkpoint is None else simulation.unpack(checkpoint)
-    seconds_before = 0.0 if checkpoint is None else float(checkpoint["seconds"])
-    histories = [[] if checkpoint is None else part.history(until=state.round) for part in parts]
-    for part, history in zip(parts, histories):
-        part.restart_history(history)
-    first = {
-        run: variants[simulation.run_of.index(run)].name for run in simulation.run_of
-    }  # under which a run is charged
-    payers = [
-        Payer(experiment, simulation, number, ledger, f"{run_id}/{first[run]}", completed=state.round)
-        for number, run in enumerate(simulation.run_of)
-    ]
+    state, histories, seconds_before = _go_on(simulation, parts)
+    payers = _payers(experiment, variants, simulation, ledger, run_id, state.round)
     epsilon, left, stopped = _priced(payers, state.round), payers[0].rounds_left(), None
     kept, pause = begun, experiment.checkpoint_seconds
 
@@ -196,13 +177,44 @@ def _run_batch(
         evaluate(state)
     seconds = (seconds_before + time.monotonic() - begun) / len(batch)
     repeatable = experiment.noise_seed is not None
-    found = []
+    found = [
+        fill_in(
+            VariantResult(
+                one.name, one.algorithm, state.round, seconds, repeatable, payer.priced(state.round), stopped=stopped
+            ),
+            history,
+        )
+        for one, payer, history in zip(variants, payers, histories)
+    ]
     for number in reversed(range(len(batch))):
-        one, groups = variants[number], payers[number].priced(state.round)
-        result = VariantResult(one.name, one.algorithm, state.round, seconds, repeatable, groups, stopped=stopped)
-        found.append(fill_in(result, histories[number]))
-        parts[number].finish(simulation.parameters(state, number), found[-1])
-    return found[::-1]
+        parts[number].finish(simulation.parameters(state, number), found[number])
+    return found
+
+
+def _go_on(simulation: Simulation, parts: list[VariantFolder]) -> tuple[State, list[list[Row]], float]:
+    """Where a batch begins, or goes on: its state, its variants' histories up to there, the seconds it has taken."""
+    checkpoint = parts[0].checkpoint()
+    state = simulation.start() if checkpoint is None else simulation.unpack(checkpoint)
+    histories = [[] if checkpoint is None else part.history(until=state.round) for part in parts]
+    for part, history in zip(parts, histories):
+        part.restart_history(history)
+    return state, histories, 0.0 if checkpoint is None else float(checkpoint["seconds"])
+
+
+def _payers(
+    experiment: Experiment,
+    variants: list[Variant],
+    simulation: Simulation,
+    ledger: Ledger | None,
+    run_id: str,
+    completed: int,
+) -> list[Payer]:
+    """Who pays for each variant; a run is charged under the name of the first variant that shares it."""
+    names = [variants[simulation.run_of.index(run)].name for run in simulation.run_of]
+    return [
+        Payer(experiment, simulation, number, ledger, f"{run_id}/{name}", completed)
+        for number, name in enumerate(names)
+    ]
 
 
 def _priced(payers: list[Payer], rounds: int) -> dict[str, float]:

@@ -69,8 +69,9 @@ class Engine:
         self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
         self.devices = len(self.mesh.devices)
         on_gpu = jax.default_backend() == "gpu"
-        # A core's cache holds few clients; a GPU wants many, and all of them where a client's steps are small.
-        self.chunk = chunk or (8 if not on_gpu else 256 if model.head is not None else 128)
+        # A core's cache holds few clients; a GPU wants many networks at a time, and all of them where steps are small.
+        on_a_gpu = 256 if model.head is not None else max(1, 256 // (shape.runs + len(shape.run_V)))
+        self.chunk = chunk or (on_a_gpu if on_gpu else 8)
         self.by_client, self.everywhere = NamedSharding(self.mesh, BY_CLIENT), NamedSharding(self.mesh, EVERYWHERE)
         self.like = jax.eval_shape(model.init, jax.random.key(0))
         start, self.unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, self.like))

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedhdp.convolution import convolve_and_halve
+
 Parameters = Any  # any pytree of float arrays
 Array = jax.Array
 
@@ -139,58 +141,14 @@ def cnn(
     def apply(parameters: Parameters, x_N: Array, key: Array | None) -> Array:
         keys = (None, None) if key is None else jax.random.split(key)
         image = x_N.reshape(-1, side, side, 1)
-        image = _convolve_and_halve(parameters["conv1"], image, kernel)
-        image = _convolve_and_halve(parameters["conv2"], image, kernel)
+        image = convolve_and_halve(parameters["conv1"], image, kernel)
+        image = convolve_and_halve(parameters["conv2"], image, kernel)
         h = _dropout(image.reshape(image.shape[0], -1), 0.25, keys[0])
         h = jax.nn.relu(h @ parameters["dense1"]["w"] + parameters["dense1"]["b"])
         h = _dropout(h, 0.5, keys[1])
         return h @ parameters["dense2"]["w"] + parameters["dense2"]["b"]
 
     return Model(init, apply)
-
-
-def _convolve_and_halve(layer: Parameters, image: Array, kernel: int) -> Array:
-    """A convolution that keeps the size, rectified units, and the largest of each two by two, as one matrix product.
-
-    With a weight for each client a product is far faster than a grouped convolution. Four neighbouring outputs see one
-    window of inputs, so a row of the product is such a window and gives all four: less than half of what a row for each
-    output would have to write and read. A window is put together from blocks of two by two pixels.
-    """
-    n, high, wide, inputs = image.shape
-    blocks = (kernel + 2) // 2  # on a side of a window
-    before, side = (kernel - 1) // 2, 2 * blocks
-    padded = jnp.pad(image, ((0, 0), (before, side - 2 - before), (before, side - 2 - before), (0, 0)))
-    block = padded.reshape(n, high // 2 + blocks - 1, 2, wide // 2 + blocks - 1, 2, inputs).swapaxes(2, 3)
-    block = block.reshape(*block.shape[:3], -1)
-    places = [(i, j) for i in range(blocks) for j in range(blocks)]
-    seen = jnp.concatenate([block[:, i : i + high // 2, j : j + wide // 2] for i, j in places], axis=-1)
-
-    weight = layer["w"].reshape(kernel, kernel, inputs, -1)
-    rest = side - kernel
-    corners = [jnp.pad(weight, ((p, rest - p), (q, rest - q), (0, 0), (0, 0))) for p in (0, 1) for q in (0, 1)]
-    window = jnp.stack(corners, axis=3).reshape(blocks, 2, blocks, 2, inputs, -1).swapaxes(1, 2)
-    four = (seen @ window.reshape(seen.shape[-1], -1)).reshape(*seen.shape[:3], 4, -1)
-    return jax.nn.relu(_largest(four) + layer["b"])
-
-
-@jax.custom_vjp
-def _largest(four: Array) -> Array:
-    """The largest of four, remembering which it was instead of all four."""
-    return _largest_forward(four)[0]
-
-
-def _largest_forward(four: Array) -> tuple[Array, Array]:
-    a, b, c, d = (four[..., i, :] for i in range(4))
-    left, right = jnp.maximum(a, b), jnp.maximum(c, d)
-    which = jnp.where(right > left, 2 + (d > c), (b > a).astype(jnp.int32)).astype(jnp.int8)
-    return jnp.maximum(left, right), which
-
-
-def _largest_backward(which: Array, g: Array) -> tuple[Array]:
-    return (jnp.where(which[..., None, :] == jnp.arange(4, dtype=jnp.int8)[:, None], g[..., None, :], 0.0),)
-
-
-_largest.defvjp(_largest_forward, _largest_backward)
 
 
 def _dropout(h: Array, rate: float, key: Array | None) -> Array:

@@ -15,10 +15,8 @@ from jax.flatten_util import ravel_pytree
 from fedhdp.client import LocalTraining, as_floats, client_updates, coordinates, orders, shuffle, updates_in_full
 from fedhdp.models import (
     Model,
-    _convolve_and_halve,
     cnn,
     cross_entropy,
-    dense,
     dense_first,
     linear,
     mlp,
@@ -160,29 +158,6 @@ def test_the_cnn_is_the_papers_network():
     shapes = {name: layer["w"].shape for name, layer in theta.items()}
     assert shapes == {"conv1": (9, 16), "conv2": (144, 32), "dense1": (1568, 128), "dense2": (128, 62)}
     assert cnn().apply(theta, jnp.zeros((2, 28, 28)), None).shape == (2, 62)
-
-
-@pytest.mark.parametrize("kernel", [2, 3, 5])
-def test_windows_times_a_matrix_are_a_convolution_its_units_and_its_pooling(kernel):
-    layer = dense(jax.random.key(0), kernel * kernel * 3, 4)
-    layer["b"] = jnp.arange(4.0) / 10 - 0.2
-    image = np.random.default_rng(0).random((2, 6, 8, 3), np.float32)
-    weights = layer["w"].reshape(kernel, kernel, 3, 4)
-    expected = jax.lax.conv_general_dilated(image, weights, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    expected = jax.nn.relu(expected + layer["b"]).reshape(2, 3, 2, 4, 2, 4).max(axis=(2, 4))
-    np.testing.assert_allclose(_convolve_and_halve(layer, image, kernel), expected, atol=1e-5)
-
-    def plain(layer: dict, image: np.ndarray) -> jax.Array:
-        made = jax.lax.conv_general_dilated(
-            image, layer["w"].reshape(kernel, kernel, 3, 4), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
-        return jax.nn.relu(made + layer["b"]).reshape(2, 3, 2, 4, 2, 4).max(axis=(2, 4))
-
-    score = np.random.default_rng(1).normal(size=expected.shape).astype(np.float32)
-    one = jax.grad(lambda *a: jnp.sum(score * plain(*a)), argnums=(0, 1))(layer, image)
-    other = jax.grad(lambda *a: jnp.sum(score * _convolve_and_halve(*a, kernel)), argnums=(0, 1))(layer, image)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)):
-        np.testing.assert_allclose(a, b, atol=1e-4)
 
 
 def test_a_model_of_your_own_trains_from_plain_jax():

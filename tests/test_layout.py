@@ -12,7 +12,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fedhdp"
 
 LEVELS = [  # each may import from those above it in this list, and nothing from those below or beside it
-    {"mechanism", "models", "population"},
+    {"convolution", "mechanism", "population"},
+    {"models"},
     {"span"},
     {"accounting", "client", "datasets", "ledger", "metrics", "server", "theory"},
     {"algorithms", "calibration", "engine", "outcome", "tuning"},

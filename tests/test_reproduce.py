@@ -275,6 +275,36 @@ def test_a_folder_that_another_experiment_made_is_refused_and_left_alone(toy, tm
     assert "DP-FedAvg+Ditto" in capsys.readouterr().out
 
 
+def test_rows_and_pulls_can_be_added_to_what_is_there(toy, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    words = ("noniid-mnist", "--out", out, "--json")
+    assert command(monkeypatch, *words, "--rows", "dp-fedavg", "--pulls", 0.05) == 0
+    first = {path: path.read_bytes() for path in out.rglob("seed-0/*/*") if path.is_file()}
+    alone = json.loads(capsys.readouterr().out)
+    assert command(monkeypatch, *words, "--rows", "dp-fedavg,fedhdp:0.1", "--pulls", "0.05,0.25") == 0
+    printed = capsys.readouterr()
+    assert "part 2 of 2: seed 0, paper.2 begins, 3 variants" in printed.err
+    assert all(path.read_bytes() == content for path, content in first.items())
+    found = json.loads(printed.out)
+    lines = {(line["key"]["row"], line["key"]["pull"]): line["cells"] for line in found["lines"]}
+    names = ("DP-FedAvg+Ditto", "FedHDP r=0.1")
+    assert lines.keys() == {(name, pull) for name in names for pull in (None, 0.05, 0.25)}
+    before = {(line["key"]["row"], line["key"]["pull"]): line["cells"] for line in alone["lines"]}
+    assert lines[names[0], 0.05] == before[names[0], 0.05]
+    # The global model of DP-FedAvg was trained twice, once for each pull: its number is the mean of both.
+    second = msgspec.json.decode((out / "seed-0/paper.2/summary.json").read_bytes(), type=Summary)
+    (twice,) = [100 * v.server_accuracy for v in second.variants if v.algorithm == "dp_fedavg"]
+    assert lines[names[0], None]["acc_g"]["mean"] == pytest.approx(
+        (before[names[0], None]["acc_g"]["mean"] + twice) / 2
+    )
+    assert found["seconds"].keys() == {"paper"}
+    monkeypatch.setattr(reproducing.runs, "run", lambda *_: pytest.fail("it ran"))
+    assert command(monkeypatch, *words, "--rows", "fedhdp:0.1", "--pulls", 0.25) == 0
+    capsys.readouterr()
+    assert command(monkeypatch, *words, "--rows", "fedhdp:0.2", "--rounds", 7) == 2
+    assert "rounds differ" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "rows", "shown"),
     [

@@ -24,9 +24,7 @@ def reproduce(
     name: Annotated[
         str, typer.Argument(metavar="TABLE", help="noniid-mnist, skewed-mnist, fmnist, femnist, or levels (ours).")
     ],
-    seeds: Annotated[
-        str, typer.Option(metavar="K or A-B", help="How many seeds, from 0 on; or which. More can be added later.")
-    ] = "1",
+    seeds: Annotated[str, typer.Option(metavar="K or A-B", help="How many seeds, from 0 on; or which.")] = "1",
     rows: Annotated[
         str | None,
         typer.Option(help="Which rows, such as non-private,dp-fedavg,fedhdp:0.01,ours; default all of the table."),
@@ -51,7 +49,7 @@ def reproduce(
     """Reproduce a table of the paper: run it, seed by seed, and say cell by cell how it compares.
 
     Tables: noniid-mnist, skewed-mnist, fmnist, femnist, and levels, which is ours. The same command goes on where it was
-    stopped, and adds seeds to what is there.
+    stopped; with more seeds, rows or pulls it adds them to what is there.
 
     Examples:
 
@@ -135,7 +133,7 @@ def _run(parts: list[Part], folder: Path, command: str, out: Path | None, errors
     from fedhdp.experiments.run import Interrupted
     from fedhdp.progress import ProgressDisplay
 
-    reproducing.check(folder, parts)
+    parts = reproducing.fitted(folder, parts)
     for number, part in enumerate(parts, 1):
         if reproducing.done(folder, part):
             continue

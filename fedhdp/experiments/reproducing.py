@@ -2,6 +2,7 @@
 
 OUT/seed-0/paper/              an ordinary run folder (see `results`)
 OUT/seed-0/paper/machine.json  what it was run on, and the command
+OUT/seed-0/paper.2/            rows or pulls that were asked for later
 OUT/seed-0/momentum/           another part of the same seed
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 import fedhdp
 from fedhdp import results
@@ -21,6 +23,7 @@ from fedhdp.experiments.paper import Part
 from fedhdp.experiments.spec import Experiment, from_toml
 
 MACHINE = "machine.json"
+MORE = "."  # between the name of a part and the number of what was added to it
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -56,18 +59,30 @@ def begun(out: Path, part: Part) -> bool:
     return (out / part.folder / results.EXPERIMENT).exists()
 
 
-def check(out: Path, parts: Iterable[Part]) -> None:
-    """Refuse a folder in which something else was begun than is asked for now."""
-    for part in parts:
-        path = out / part.folder / results.EXPERIMENT
-        if not path.exists():
-            continue
-        differing = _differences(from_toml(path.read_text(), str(path)), part.experiment)
+def fitted(out: Path, parts: Iterable[Part]) -> list[Part]:
+    """The parts as a folder has them: what was begun there goes on, and what it lacks of a part is one more."""
+    return [one for part in parts for one in _fitted(out, part)]
+
+
+def _fitted(out: Path, part: Part) -> list[Part]:
+    found, lacking = [], {variant.name: variant for variant in part.experiment.variants}
+    here, number = part, 1
+    while begun(out, here):
+        path = out / here.folder / results.EXPERIMENT
+        there = from_toml(path.read_text(), str(path))
+        same_name = [lacking.pop(variant.name, variant) for variant in there.variants]
+        differing = _differences(there, replace(part.experiment, variants=tuple(same_name)))
         if differing:
             raise ValueError(
                 f"{path.parent} was made by another experiment: {', '.join(differing)} differ; give another --out, "
                 "ask for what it has, or draw what is there with --render"
             )
+        found.append(here._replace(experiment=there))
+        number += 1
+        here = part._replace(name=f"{part.name}{MORE}{number}")
+    if lacking:
+        found.append(here._replace(experiment=replace(part.experiment, variants=tuple(lacking.values()))))
+    return found
 
 
 def _differences(one: Experiment, other: Experiment) -> list[str]:

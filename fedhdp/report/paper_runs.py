@@ -19,7 +19,7 @@ from fedhdp import results
 from fedhdp.accounting import compose, spends
 from fedhdp.experiments.own import LEVELS, OURS, Own
 from fedhdp.experiments.quickstart import OPTED_OUT, PRIVATE
-from fedhdp.experiments.reproducing import MACHINE, Machine
+from fedhdp.experiments.reproducing import MACHINE, MORE, Machine
 from fedhdp.experiments.spec import Experiment, from_toml
 from fedhdp.mechanism import Mechanism
 from fedhdp.outcome import ACCOUNTING, GroupResult, Summary, VariantResult, group_results
@@ -68,14 +68,15 @@ def read_runs(out: Path, table: str) -> tuple[list[Run], list[str]]:
     for path in sorted(out.glob(f"seed-*/*/{results.EXPERIMENT}"), key=lambda path: _order(*_place(path))):
         folder = path.parent
         experiment = from_toml(path.read_text(), str(path))
-        if experiment.name != f"{table}/{folder.name}":
+        part = folder.name.partition(MORE)[0]
+        if experiment.name != f"{table}/{part}":
             raise ValueError(f"{folder} holds {experiment.name!r}, not a part of {table}")
         if not (folder / results.SUMMARY).exists():
             unfinished.append(f"{folder.parent.name}/{folder.name}")
             continue
         machine = results.read_value(folder / MACHINE, Machine) if (folder / MACHINE).exists() else None
         summary = results.read_value(folder / results.SUMMARY, Summary)
-        found.append(Run(_place(path)[0], folder.name, experiment, summary, machine))
+        found.append(Run(_place(path)[0], part, experiment, summary, machine))
     return found, unfinished
 
 
@@ -89,7 +90,8 @@ def _place(path: Path) -> tuple[int, str]:
 def part_order(part: str) -> tuple[int, str]:
     """The paper's rows first, then ours as they are written down."""
     known = ["paper", *OURS, *LEVELS]
-    return (known.index(part) if part in known else len(known)), part
+    name = part.partition(MORE)[0]
+    return (known.index(name) if name in known else len(known)), part
 
 
 def _order(seed: int, part: str) -> tuple:
@@ -107,7 +109,7 @@ def numbers(run: Run) -> dict[Key, dict[str, float]]:
             for key, values in _lines(name, variant, own.averaged).items():
                 if values and (key.pull is None or own.read_from is None):
                     found.setdefault(key, []).append(values)
-    return {key: _mean(values) for key, values in found.items()}
+    return {key: mean_of(values) for key, values in found.items()}
 
 
 def _lines(part: str, variant: VariantResult, averaged: bool) -> dict[Key, dict[str, float]]:
@@ -163,7 +165,8 @@ def _percent(name: str, value: float | None) -> dict[str, float]:
     return {} if value is None else {name: 100 * value}
 
 
-def _mean(lines: list[dict[str, float]]) -> dict[str, float]:
+def mean_of(lines: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each column over the lines that have it."""
     columns = dict.fromkeys(column for line in lines for column in line)
     values = {column: [line[column] for line in lines if column in line] for column in columns}
     return {column: sum(found) / len(found) for column, found in values.items()}

@@ -19,7 +19,7 @@ from fedhdp.experiments.own import LEVELS, OURS
 from fedhdp.experiments.paper import PaperTable, Row
 from fedhdp.experiments.reproducing import Machine
 from fedhdp.report.paper_orderings import Ordering, View, orderings
-from fedhdp.report.paper_runs import Key, Priced, Run, numbers, part_order, priced, read_runs
+from fedhdp.report.paper_runs import Key, Priced, Run, mean_of, numbers, part_order, priced, read_runs
 
 CONFIDENCE, CLOSE = 0.95, 1.0  # points of accuracy within which a global model is called close
 SIBLINGS = {"noniid-mnist": "skewed-mnist", "skewed-mnist": "noniid-mnist"}
@@ -90,6 +90,15 @@ def cell(values: Iterable[float], papers: float | None = None) -> Cell:
     return Cell(mean, sd, low, high, found, papers, None if papers is None else mean - papers, holds)
 
 
+def _seconds(runs: list[Run]) -> dict[str, float]:
+    """How long each part took, the mean over seeds."""
+    taken: dict[str, dict[int, float]] = {}
+    for run in runs:
+        by_seed = taken.setdefault(run.part, {})
+        by_seed[run.seed] = by_seed.get(run.seed, 0.0) + run.summary.seconds
+    return {part: fmean(by_seed.values()) for part, by_seed in taken.items()}
+
+
 def papers_numbers(table: PaperTable, row: Row, pull: float | str | None) -> dict[str, float]:
     """The paper's numbers for a row: of one pull, or of the global model, the mean over its three runs."""
     lines = [line for line in paper.printed(table.dataset) if line.row == row and pull in (None, line.pull)]
@@ -112,10 +121,11 @@ def compare(out: Path, table: str) -> Comparison:
             f"{out} holds no finished part of {table}" + (f" ({unfinished[0]} is begun)" if unfinished else "")
         )
     theirs = paper.TABLES.get(table)
-    by_key: dict[Key, dict[int, dict[str, float]]] = {}
+    by_run: dict[Key, dict[int, list[dict[str, float]]]] = {}
     for run in runs:
         for key, values in numbers(run).items():
-            by_key.setdefault(key, {})[run.seed] = values
+            by_run.setdefault(key, {}).setdefault(run.seed, []).append(values)
+    by_key = {key: {seed: mean_of(found) for seed, found in seeds.items()} for key, seeds in by_run.items()}
     lines = tuple(_line(key, found, theirs) for key, found in sorted(by_key.items(), key=lambda item: _order(item[0])))
     first = runs[0].experiment
     return Comparison(
@@ -131,10 +141,7 @@ def compare(out: Path, table: str) -> Comparison:
         tuple(_orderings(out, table, lines, by_key)),
         tuple(_notes(runs, lines, theirs)),
         {line.key.part: OURS[line.key.part].about for line in lines if line.key.part in OURS},
-        {
-            part: fmean(run.summary.seconds for run in runs if run.part == part)
-            for part in {run.part: 0 for run in runs}
-        },
+        _seconds(runs),
         tuple(dict.fromkeys(run.machine for run in runs if run.machine is not None)),
     )
 

@@ -29,7 +29,8 @@ NOBODY = 4
 
 def convolve_and_halve(layer: dict[str, Array], image: Array, kernel: int) -> Array:
     """The layer's outputs [N, high/2, wide/2, O] for images [N, high, wide, I]; weights are [kernel · kernel · I, O]."""
-    shape = Shape(*image.shape, layer["w"].shape[-1], kernel)
+    n, high, wide, inputs = image.shape
+    shape = Shape(n, high, wide, inputs, layer["w"].shape[-1], kernel)
     if on_nvidia() and shape.suits_kernels:
         return in_kernels(image, layer["w"], layer["b"], shape)
     return as_product(layer, image, kernel)
@@ -319,5 +320,5 @@ def _upto(size: int) -> Array:
 
 def _dot(a: Array, b: Array) -> Array:
     """A product in the tensor cores' form of single precision, as products outside of kernels are, unless told otherwise."""
-    exact = jax.config.jax_default_matmul_precision in ("float32", "highest")
+    exact = jax.config.jax_default_matmul_precision in ("float32", "highest")  # type: ignore[attr-defined]
     return triton.dot(a, b, allow_tf32=not exact)

@@ -137,9 +137,13 @@ class Simulation:
             0, self.engine.put(state_R, self.engine.everywhere), personal, np.ones(self.population.clients, bool)
         )
 
+    def cohort(self, round: int) -> np.ndarray:
+        """Who is asked in a round."""
+        return server.sample_cohort(self.mechanism, np.random.default_rng([self.seed, COHORT, round]))
+
     def play(self, state: State) -> State:
         """One round; the state that went in is used up."""
-        clients = server.sample_cohort(self.mechanism, np.random.default_rng([self.seed, COHORT, state.round]))
+        clients = self.cohort(state.round)
         count_K = self.population.train.count_K
         if not self.engine.shape.full:  # those with most examples first, so that chunks are alike
             clients = clients[np.argsort(-count_K[clients], kind="stable")]

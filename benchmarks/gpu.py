@@ -1,4 +1,7 @@
-"""The paper's two shapes on whatever device JAX has, an accelerator above all: `python benchmarks/gpu.py`.
+"""The paper's two shapes on whatever device JAX has, an accelerator above all.
+
+    python benchmarks/gpu.py              a line for each
+    python benchmarks/gpu.py --profile    and where a round of the second spends its time, kernel by kernel
 
 Non-IID MNIST: 2,000 clients, about 100 a round, 30 samples, 25 epochs, the 784-50-10 network. FEMNIST: 3,400 clients, about
 102 a round, 200 samples, 25 epochs in batches of 20, the convolutional network. Both with personal models and an adaptive
@@ -7,7 +10,13 @@ clip. Timed after compilation, with the drawing and gathering of cohorts on the 
 
 from __future__ import annotations
 
+import argparse
+import collections
+import gzip
+import json
+import tempfile
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -37,8 +46,9 @@ def seconds(
     rounds: int,
     runs: int = 1,
     pulls: tuple[float, ...] = (0.05,),
+    profile: bool = False,
 ) -> tuple[float, float]:
-    """Seconds to compile and play the first rounds, and seconds for the rounds after."""
+    """Seconds to compile and play the first rounds, and seconds for the rounds after; a profile is of one round more."""
     few = population.clients // 20
     groups = (PrivacyGroup("open", few, 0.0, rate), PrivacyGroup("private", population.clients - few, 1.0, rate, 0.01))
     mechanism = Mechanism(groups, AdaptiveClip(0.5), sampling="fixed")
@@ -55,11 +65,33 @@ def seconds(
     for _ in range(rounds):
         state = simulation.play(state)
     state.server.clip.block_until_ready()
-    return compiled - begun, time.monotonic() - compiled
+    ended = time.monotonic()
+    if profile:
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                simulation.play(state).server.clip.block_until_ready()
+            print_kernels(Path(folder))
+    return compiled - begun, ended - compiled
+
+
+def print_kernels(folder: Path) -> None:
+    """The kernels of a trace that took longest on the accelerator."""
+    (file,) = folder.rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e.get("ph") == "M" and e["name"] == "process_name"}
+    on_device = [e for e in events if e.get("ph") == "X" and "device:GPU" in names.get(e["pid"], "")]
+    taken: collections.Counter[str] = collections.Counter()
+    for event in on_device:
+        taken[event["name"]] += event["dur"]
+    for name, microseconds in taken.most_common(15):
+        print(f"  {microseconds / 1000:8.2f} ms  {name}")
 
 
 def main() -> None:
-    """Time both and print a line for each."""
+    """Time them and print a line for each."""
+    parser = argparse.ArgumentParser(description="The paper's two shapes on an accelerator.")
+    parser.add_argument("--profile", action="store_true", help="where a round of FEMNIST's shape spends its time")
+    given = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
     works = {
         "non-IID MNIST": (noise_images(2000, 30, 10), mlp(), LocalTraining(), 0.05, 500),
@@ -67,7 +99,7 @@ def main() -> None:
     }
     works["8 runs × 3 pulls of MNIST"] = (*works["non-IID MNIST"][:-1], 200, 8, (0.005, 0.05, 0.25))
     for name, work in works.items():
-        compiling, running = seconds(*work)
+        compiling, running = seconds(*work, profile=given.profile and name == "FEMNIST")
         each = running / work[4]
         print(
             f"{name}: {work[4]} rounds in {running:.2f} s, {1000 * each:.2f} ms a round, 500 would take {500 * each:.1f} s"

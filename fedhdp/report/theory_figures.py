@@ -30,6 +30,7 @@ PAPER: dict[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.axisbelow": True,
     "svg.hashsalt": "fedhdp",
 }
 STAR: dict[str, Any] = {"linestyle": "none", "marker": "*", "markersize": 13, "markeredgecolor": "white"}

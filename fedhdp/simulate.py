@@ -162,6 +162,7 @@ class Simulation:
         rates = np.array(self.training.rates(state.round), np.float32)
         keys = np.stack([stream(self.seed, BATCHES, state.round), *self._noise_keys(state.round)])
         rates, keys = self.engine.put((rates, keys), self.engine.everywhere)
+        self._settle(state)
         server_state, personal, done = self.engine.round(
             state.server, personal, x_N, y_N, table, *self._numbers, rates, keys
         )
@@ -171,8 +172,18 @@ class Simulation:
         new_K[clients] = False
         return State(state.round + 1, server_state, personal, new_K, done)
 
+    def _settle(self, state: State) -> None:
+        """Wait for a round before more is asked of several devices.
+
+        What queues up for the cores of a CPU shares a few threads, and a round that waits in them for its other device's
+        sums may keep that device from ever computing them.
+        """
+        if state.done is not None and self.engine.devices > 1:
+            state.done.block_until_ready()
+
     def evaluate(self, state: State) -> list[list[Row]]:
         """For each mechanism: the global, averaged and personal models, on the server's test set and on the clients' own."""
+        self._settle(state)
         names, runs, judge = [group.name for group in self.mechanism.groups], len(self.runs), self._judge
         score_KT = judge.on_clients(state.server.theta_P, state.personal, state.new_K)
         on_server = {"global": judge.on_server(state.server.theta_P)}

@@ -288,6 +288,28 @@ def test_metrics_are_those_of_a_plain_loop(population):
         first += group.clients
 
 
+class Unfinished:
+    """A round that somebody may wait for."""
+
+    waited = False
+
+    def block_until_ready(self) -> None:
+        self.waited = True
+
+
+@pytest.mark.skipif(len(jax.devices()) == 1, reason="one device has nobody to wait for")
+def test_rounds_do_not_queue_up_for_several_devices(population, monkeypatch):
+    simulation, state = final(population, CHOSEN, 1)
+    whole = simulation.engine.round
+    before, asked = Unfinished(), []
+    monkeypatch.setattr(simulation.engine, "round", lambda *a: asked.append(before.waited) or whole(*a))
+    state = simulation.play(state._replace(done=before))
+    assert asked == [True]
+    before = Unfinished()
+    simulation.evaluate(state._replace(done=before))
+    assert before.waited
+
+
 def test_groups_that_do_not_add_up_to_the_population_are_refused(population):
     with pytest.raises(ValueError, match=r"groups must be of 19, the clients of tiny together, got 18"):
         Simulation(population, MODEL, mechanism_of((18, 1.0, 1.0)))

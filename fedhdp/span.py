@@ -2,7 +2,8 @@
 
 Gradient descent on n examples X moves a dense first layer only by combinations of those examples: it is always
 ``W = W0 + a·(Wstart − W0) + Xᵀ·A`` for some n×H matrix A and scalar a. With ``X·W0``, ``X·(Wstart − W0)`` and ``X·Xᵀ``
-computed once, a step costs n columns instead of the width of the input: the same mathematics, far less arithmetic.
+computed once, a step costs n columns instead of the width of the input: the same mathematics, far less arithmetic. The
+layer's bias is the weight of one more input, which is 1 in every example, and needs nothing of its own.
 
 A step on W by ``X_Bᵀ·g`` is a step on the rows B of A by g. The gradient with respect to A that automatic
 differentiation would give is another one, so ``_reach`` states its own; then descent in these coordinates, with the pull
@@ -71,11 +72,6 @@ def _subtract(a: Parameters, b: Parameters) -> Parameters:
     return jax.tree.map(jnp.subtract, a, b)
 
 
-def _upper(parameters: Parameters) -> Parameters:
-    """All but the first layer's weights."""
-    return {"b": parameters["first"]["b"], "rest": parameters["rest"]}
-
-
 def direct(model: Model) -> Coordinates:
     """The parameters themselves."""
 
@@ -106,60 +102,64 @@ def in_span(model: Model) -> Coordinates:
 
     def know(theta_R: Parameters, x_M: Array) -> Any:
         x_MF = x_M.reshape(x_M.shape[0], -1)
-        from_anchor_RMH = jnp.einsum("mf,rfh->rmh", x_MF, theta_R["first"]["w"])
-        return from_anchor_RMH, jnp.matmul(x_MF, turned(x_MF), precision=EXACT)
+        from_anchor_RMH = jnp.einsum("mf,rfh->rmh", x_MF, theta_R["first"]["w"]) + theta_R["first"]["b"][:, None]
+        return from_anchor_RMH, jnp.matmul(x_MF, turned(x_MF), precision=EXACT) + 1.0
 
     def enter(theta_R: Parameters, start_V: Parameters, run_V: np.ndarray, x_M: Array, shared: Any) -> Any:
         from_anchor_RMH, gram_MM = shared
         runs, examples, units = from_anchor_RMH.shape
         run_T = np.concatenate([np.arange(runs), run_V])
         gram_TMM = jnp.broadcast_to(gram_MM, (len(run_T), examples, examples))
-        held_T = _join(_upper(theta_R), None if start_V is None else _upper(start_V))
-        held_T |= {"A": jnp.zeros((len(run_T), examples, units))}
+        rest_T = _join(theta_R["rest"], None if start_V is None else start_V["rest"])
+        held_T = {"A": jnp.zeros((len(run_T), examples, units)), "rest": rest_T}
         if start_V is None:
             return held_T, (from_anchor_RMH, None, gram_TMM)
-        from_start_VMH = x_M.reshape(examples, -1) @ start_V["first"]["w"] - from_anchor_RMH[run_V]
+        start_VMH = x_M.reshape(examples, -1) @ start_V["first"]["w"] + start_V["first"]["b"][:, None]
+        from_start_VMH = start_VMH - from_anchor_RMH[run_V]
         from_start_TMH = jnp.concatenate([jnp.zeros_like(from_anchor_RMH), from_start_VMH])
         held_T["a"] = jnp.asarray(np.arange(len(run_T)) >= runs, jnp.float32)
         return held_T, (from_anchor_RMH[run_T], from_start_TMH, gram_TMM)
 
     def anchor(theta_R: Parameters, run_T: np.ndarray, examples: int) -> Parameters:
         runs, units = theta_R["first"]["b"].shape
-        held_T = take(_upper(theta_R), run_T) | {"A": jnp.zeros((len(run_T), examples, units))}
+        held_T = {"A": jnp.zeros((len(run_T), examples, units)), "rest": take(theta_R["rest"], run_T)}
         return held_T if len(run_T) == runs else held_T | {"a": jnp.zeros(len(run_T))}
 
     def predict(held: Parameters, known: Any, first: Any, size: int, key: Array | None) -> Array:
         from_anchor_MH, from_start_MH, gram_MM = known
         cut = lambda known: jax.lax.dynamic_slice_in_dim(known, first, size)  # noqa: E731
-        h_BH = cut(from_anchor_MH) + _reach(held["A"], cut(gram_MM), first) + held["b"]
+        h_BH = cut(from_anchor_MH) + _reach(held["A"], cut(gram_MM), first)
         if from_start_MH is not None:
             h_BH = h_BH + jax.lax.stop_gradient(held["a"]) * cut(from_start_MH)  # a moves by the pull alone
         return head(held["rest"], h_BH, key)
 
     def sent(held: Parameters, theta: Parameters) -> Parameters:
-        return _subtract({"b": held["b"], "rest": held["rest"]}, _upper(theta)) | {"A": held["A"]}
+        return {"A": held["A"], "rest": _subtract(held["rest"], theta["rest"])}
 
     def norm(sent: Parameters, shared: Any, x_M: Array) -> Array:
         _, gram_MM = shared
-        examples, inputs = x_M.shape[0], math.prod(x_M.shape[1:])
+        examples, inputs = x_M.shape[0], math.prod(x_M.shape[1:]) + 1
         first = jnp.sum(sent["A"] * jnp.matmul(gram_MM, sent["A"], precision=EXACT))
         # Where examples cancel, rounding could make the norm too small, and a clip too weak: as much is added.
         rounding = (2 * examples + math.sqrt(inputs)) * 2.0**-24 * jnp.trace(gram_MM) * jnp.sum(sent["A"] ** 2)
-        return jnp.sqrt(jnp.maximum(first, 0.0) + rounding + _squares({"b": sent["b"], "rest": sent["rest"]}))
+        return jnp.sqrt(jnp.maximum(first, 0.0) + rounding + _squares(sent["rest"]))
 
     def add(scale_C: Array, sent_C: Parameters, x_CM: Array) -> Parameters:
-        w_FH = jnp.einsum("cmf,cmh->fh", x_CM.reshape(*x_CM.shape[:2], -1), _weigh(scale_C, sent_C["A"]))
-        others = _sum(scale_C, {"b": sent_C["b"], "rest": sent_C["rest"]})
-        return {"first": {"w": w_FH, "b": others["b"]}, "rest": others["rest"]}
+        A_CMH = _weigh(scale_C, sent_C["A"])
+        w_FH = jnp.einsum("cmf,cmh->fh", x_CM.reshape(*x_CM.shape[:2], -1), A_CMH)
+        return {"first": {"w": w_FH, "b": jnp.sum(A_CMH, axis=(0, 1))}, "rest": _sum(scale_C, sent_C["rest"])}
 
     def leave(
         held_V: Parameters, theta_R: Parameters, start_V: Parameters, run_V: np.ndarray, x_M: Array
     ) -> Parameters:
-        a_V11, x_MF = held_V["a"][:, None, None], x_M.reshape(x_M.shape[0], -1)
-        anchor_VFH = theta_R["first"]["w"][run_V]
-        learnt_VFH = jnp.einsum("mf,vmh->vfh", x_MF, held_V["A"])
-        w_VFH = anchor_VFH + a_V11 * (start_V["first"]["w"] - anchor_VFH) + learnt_VFH
-        return {"first": {"w": w_VFH, "b": held_V["b"]}, "rest": held_V["rest"]}
+        x_MF, A_VMH, anchor_V = x_M.reshape(x_M.shape[0], -1), held_V["A"], take(theta_R["first"], run_V)
+        learnt_V = {"w": jnp.einsum("mf,vmh->vfh", x_MF, A_VMH), "b": jnp.sum(A_VMH, axis=1)}
+
+        def of_leaf(anchor_V: Array, start_V: Array, learnt_V: Array) -> Array:
+            a_V = held_V["a"].reshape(-1, *[1] * (anchor_V.ndim - 1))
+            return anchor_V + a_V * (start_V - anchor_V) + learnt_V
+
+        return {"first": jax.tree.map(of_leaf, anchor_V, start_V["first"], learnt_V), "rest": held_V["rest"]}
 
     return Coordinates(know, enter, anchor, predict, sent, norm, add, leave)
 

@@ -183,6 +183,18 @@ def test_a_model_from_flax_trains():
     assert update_CP.shape == (1, 15)
 
 
+def test_the_slope_of_the_cross_entropy_is_the_one_that_differentiation_finds():
+    logits_NC = jax.random.normal(jax.random.key(0), (6, 4)) * jnp.array([1.0, 10.0, 200.0, 1.0, 1.0, 1e3])[:, None]
+    label_N, weight_N = jnp.array([0, 1, 2, 3, 0, 1]), jnp.array([1.0, 2.0, 0.5, 0.0, 3.0, 1.0])
+
+    def plain(logits_NC: jax.Array) -> jax.Array:
+        return -jax.nn.log_softmax(logits_NC)[jnp.arange(6), label_N]
+
+    ours, theirs = (lambda x: weight_N @ cross_entropy(x, label_N)), (lambda x: weight_N @ plain(x))
+    np.testing.assert_allclose(jax.grad(ours)(logits_NC), jax.grad(theirs)(logits_NC), atol=1e-6)
+    np.testing.assert_allclose(jax.hessian(ours)(logits_NC), jax.hessian(theirs)(logits_NC), atol=1e-6)
+
+
 def test_losses_are_what_they_say():
     logits, label = jnp.array([[1.0, 2.0, 0.5]]), jnp.array([1])
     assert float(cross_entropy(logits, label)[0]) == pytest.approx(-float(jax.nn.log_softmax(logits)[0, 1]))

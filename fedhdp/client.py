@@ -69,6 +69,9 @@ def orders(key_C: Array, count_C: Array, capacity: int) -> Array:
     return jax.vmap(shuffle, in_axes=(0, 0, None))(key_C, count_C, capacity)
 
 
+FEW = 4  # batches that are worth a copy of what is known of them
+
+
 class Sent(NamedTuple):
     """The updates of some clients for each global model, in the coordinates they were trained in."""
 
@@ -108,35 +111,45 @@ def client_updates(
     rate_T = rates[(np.arange(len(run_T)) >= runs).astype(int)]
     pull_CT = jnp.concatenate([jnp.zeros((len(x_CM), runs)), pull_CV], axis=1)
 
-    def step(epoch: Array, first: Any, size: int, held_CT: Parameters) -> Parameters:
+    def known_in(first: Any, size: int) -> Any:
+        return jax.vmap(jax.vmap(lambda known: held_in.batch(known, first, size)))(known_CT)
+
+    def step(epoch: Array, first: Any, size: int, held_CT: Parameters, known_CTB: Any) -> Parameters:
         """One batch B, the same numbers for every client; a client that has no such batch rests at rate 0."""
 
-        def of_client(held_T, known_T, pull_T, y_M, count, key):
+        def of_client(held_T, known_TB, pull_T, y_M, count, key):
             key = jax.random.fold_in(jax.random.fold_in(key, epoch), first)
             y_B = jax.lax.dynamic_slice_in_dim(y_M, first, size)
             real_B = jnp.ones(size, bool) if full else first + jnp.arange(size) < count
             has = (first + size <= count) | ((first == 0) & (count > 0)) if training.whole_batches else first < count
             busy = 1.0 if full else jnp.where(has, 1.0, 0.0)
 
-            def descend(held, known, rate, pull, anchor):
+            def descend(held, known_B, rate, pull, anchor):
                 def f(held: Parameters) -> Array:
-                    loss_B = model.loss(held_in.predict(held, known, first, size, key), y_B)
+                    loss_B = model.loss(held_in.predict(held, known_B, first, key), y_B)
                     return jnp.sum(jnp.where(real_B, loss_B, 0.0)) / jnp.maximum(jnp.sum(real_B), 1)
 
                 if personal_CV is None:
                     return jax.tree.map(lambda h, g: h - rate * g, held, jax.grad(f)(held))
                 return jax.tree.map(lambda h, g, a: h - rate * (g + pull * (h - a)), held, jax.grad(f)(held), anchor)
 
-            return jax.vmap(descend)(held_T, known_T, busy * rate_T, pull_T, anchor_T)
+            return jax.vmap(descend)(held_T, known_TB, busy * rate_T, pull_T, anchor_T)
 
-        return jax.vmap(of_client)(held_CT, known_CT, pull_CT, y_CM, count_C, key_C)
+        return jax.vmap(of_client)(held_CT, known_CTB, pull_CT, y_CM, count_C, key_C)
+
+    # Where every client has the same few batches they are cut once for all epochs, else when their turn comes.
+    whole, rest = capacity // size, 0 if training.whole_batches and capacity >= size else capacity % size
+    cuts = [(batch * size, size) for batch in range(whole)] + [(whole * size, rest)] * (rest > 0)
+    known_in_cuts = [known_in(*cut) for cut in cuts] if full and len(cuts) <= FEW else []
 
     def epoch(number: Array, held_CT: Parameters) -> Parameters:
-        whole, rest = (capacity // size, capacity % size) if full else (-(-jnp.max(count_C) // size), 0)
-        if not full or whole:
-            held_CT = jax.lax.fori_loop(0, whole, lambda batch, held: step(number, batch * size, size, held), held_CT)
-        kept = rest and not (training.whole_batches and whole)  # the last, partial batch
-        return step(number, whole * size, rest, held_CT) if kept else held_CT
+        for (first, many), known_CTB in zip(cuts, known_in_cuts):
+            held_CT = step(number, first, many, held_CT, known_CTB)
+        if known_in_cuts:
+            return held_CT
+        turn = lambda batch, held: step(number, batch * size, size, held, known_in(batch * size, size))  # noqa: E731
+        held_CT = jax.lax.fori_loop(0, whole if full else -(-jnp.max(count_C) // size), turn, held_CT)
+        return step(number, whole * size, rest, held_CT, known_in(whole * size, rest)) if full and rest else held_CT
 
     held_CT = jax.lax.fori_loop(0, training.epochs, epoch, held_CT)
     held_CR, held_CV = (jax.tree.map(lambda h_CT: h_CT[:, part], held_CT) for part in (slice(runs), slice(runs, None)))  # noqa: B023

@@ -37,7 +37,8 @@ class Coordinates(NamedTuple):
     know: Callable[[Parameters, Array], Any]  # (theta_R, x_M) -> what all of the client's models share
     enter: Callable[[Parameters, Parameters, np.ndarray, Array, Any], tuple[Parameters, Any]]  # -> held_T, known_T
     anchor: Callable[[Parameters, np.ndarray, int], Parameters]  # (theta_R, run_T, M) -> the anchors as they are held
-    predict: Callable[[Parameters, Any, Any, int, Array | None], Array]  # (held, known, first, B, key)
+    batch: Callable[[Any, Any, int], Any]  # (known, first, B) -> what is known of a batch, known_B
+    predict: Callable[[Parameters, Any, Any, Array | None], Array]  # (held, known_B, first, key)
     sent: Callable[[Parameters, Parameters], Parameters]  # (held, theta) -> the update, in these coordinates
     norm: Callable[[Parameters, Any, Array], Array]  # (sent, shared, x_M) -> the update's norm, never too small
     add: Callable[[Array, Parameters, Array], Parameters]  # (scale_C, sent_C, x_CM) -> Σ_C scale·update, in full
@@ -80,14 +81,12 @@ def direct(model: Model) -> Coordinates:
         models = jax.tree.leaves(held_T)[0].shape[0]
         return held_T, jnp.broadcast_to(x_M, (models, *x_M.shape))  # its own, so that products are batched over models
 
-    def predict(held: Parameters, x_M: Any, first: Any, size: int, key: Array | None) -> Array:
-        return model.apply(held, jax.lax.dynamic_slice_in_dim(x_M, first, size), key)
-
     return Coordinates(
         know=lambda theta_R, x_M: None,
         enter=enter,
         anchor=lambda theta_R, run_T, examples: take(theta_R, run_T),
-        predict=predict,
+        batch=jax.lax.dynamic_slice_in_dim,
+        predict=lambda held, x_B, first, key: model.apply(held, x_B, key),
         sent=_subtract,
         norm=lambda sent, shared, x_M: jnp.sqrt(_squares(sent)),
         add=lambda scale_C, sent_C, x_CM: _sum(scale_C, sent_C),
@@ -125,12 +124,14 @@ def in_span(model: Model) -> Coordinates:
         held_T = {"A": jnp.zeros((len(run_T), examples, units)), "rest": take(theta_R["rest"], run_T)}
         return held_T if len(run_T) == runs else held_T | {"a": jnp.zeros(len(run_T))}
 
-    def predict(held: Parameters, known: Any, first: Any, size: int, key: Array | None) -> Array:
-        from_anchor_MH, from_start_MH, gram_MM = known
-        cut = lambda known: jax.lax.dynamic_slice_in_dim(known, first, size)  # noqa: E731
-        h_BH = cut(from_anchor_MH) + _reach(held["A"], cut(gram_MM), first)
-        if from_start_MH is not None:
-            h_BH = h_BH + jax.lax.stop_gradient(held["a"]) * cut(from_start_MH)  # a moves by the pull alone
+    def batch(known: Any, first: Any, size: int) -> Any:
+        return jax.tree.map(lambda known_M: jax.lax.dynamic_slice_in_dim(known_M, first, size), known)
+
+    def predict(held: Parameters, known_B: Any, first: Any, key: Array | None) -> Array:
+        from_anchor_BH, from_start_BH, gram_BM = known_B
+        h_BH = from_anchor_BH + _reach(held["A"], gram_BM, first)
+        if from_start_BH is not None:
+            h_BH = h_BH + jax.lax.stop_gradient(held["a"]) * from_start_BH  # a moves by the pull alone
         return head(held["rest"], h_BH, key)
 
     def sent(held: Parameters, theta: Parameters) -> Parameters:
@@ -161,7 +162,7 @@ def in_span(model: Model) -> Coordinates:
 
         return {"first": jax.tree.map(of_leaf, anchor_V, start_V["first"], learnt_V), "rest": held_V["rest"]}
 
-    return Coordinates(know, enter, anchor, predict, sent, norm, add, leave)
+    return Coordinates(know, enter, anchor, batch, predict, sent, norm, add, leave)
 
 
 @jax.custom_vjp

@@ -11,6 +11,7 @@ are on the devices where they fit, else in a file; the file of a million clients
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import statistics
@@ -49,13 +50,14 @@ def measure(clients: int, cohort: int, rounds: int, data: str, personal: bool) -
     groups = (PrivacyGroup("opted out", public, 0.0, rate), PrivacyGroup("private", clients - public, 1.5, rate, 0.01))
     training = LocalTraining(personalise=personal)
     simulation = Simulation(population, mlp(), Mechanism(groups, AdaptiveClip(0.5), sampling="fixed"), training)
-    state, seconds = simulation.start(), []
-    for number in range(rounds + 2):
-        began = time.perf_counter()
+    state, ends = simulation.play(simulation.start()), []
+    for _ in range(rounds + 2):  # as a run plays them: the next one is prepared while a round is under way
+        under_way = state.done
         state = simulation.play(state)
-        jax.block_until_ready((state.server, state.done))
-        if number >= 2:
-            seconds.append(time.perf_counter() - began)
+        under_way.block_until_ready()
+        ends.append(time.perf_counter())
+    jax.block_until_ready(state.server)
+    seconds = [end - before for before, end in itertools.pairwise(ends[1:])]
     began = time.perf_counter()
     rows = simulation.evaluate(state)[0]
     return {

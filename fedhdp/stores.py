@@ -113,12 +113,15 @@ class ExamplesOnDemand:
 
     def fetch(self, seats: Seats) -> tuple[Array, Array, np.ndarray]:
         """Inputs, targets, and where each client's begin."""
-        came = np.flatnonzero(seats.came_C)
-        x, y = self.source.take(seats.client_C[came], self.capacity)
-        x_CM = np.zeros((len(seats.client_C), *x.shape[1:]), x.dtype)
-        y_CM = np.zeros((len(seats.client_C), *y.shape[1:]), y.dtype)
-        x_CM[came], y_CM[came] = x, y
-        flat = (x_CM.reshape(-1, *x.shape[2:]), y_CM.reshape(-1, *y.shape[2:]))
+        if isinstance(self.source, Examples):  # spare seats as well: what is there is not looked at, and it is no work
+            x_CM, y_CM = self.source.take(seats.client_C, self.capacity)
+        else:
+            came = np.flatnonzero(seats.came_C)
+            x, y = self.source.take(seats.client_C[came], self.capacity)
+            x_CM = np.zeros((len(seats.client_C), *x.shape[1:]), x.dtype)
+            y_CM = np.zeros((len(seats.client_C), *y.shape[1:]), y.dtype)
+            x_CM[came], y_CM[came] = x, y
+        flat = (x_CM.reshape(-1, *x_CM.shape[2:]), y_CM.reshape(-1, *y_CM.shape[2:]))
         return *self.engine.put(flat, self.engine.by_client), seats.place_C * self.capacity
 
 

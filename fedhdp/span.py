@@ -142,7 +142,7 @@ def in_span(model: Model) -> Coordinates:
         examples, inputs = x_M.shape[0], math.prod(x_M.shape[1:]) + 1
         first = jnp.sum(sent["A"] * jnp.matmul(gram_MM, sent["A"], precision=EXACT))
         # Where examples cancel, rounding could make the norm too small, and a clip too weak: as much is added.
-        rounding = (2 * examples + math.sqrt(inputs)) * 2.0**-24 * jnp.trace(gram_MM) * jnp.sum(sent["A"] ** 2)
+        rounding = (2 * examples + 1 + math.sqrt(inputs)) * 2.0**-24 * jnp.trace(gram_MM) * jnp.sum(sent["A"] ** 2)
         return jnp.sqrt(jnp.maximum(first, 0.0) + rounding + _squares(sent["rest"]))
 
     def add(scale_C: Array, sent_C: Parameters, x_CM: Array) -> Parameters:

@@ -1,11 +1,11 @@
 """What a larger population costs: the same cohort out of ten thousand clients and out of a million.
 
     python benchmarks/population.py                            10,000 and 1,000,000 clients, a cohort of 1,000
-    python benchmarks/population.py --clients 10000,1000000 --cohort 1000 --rounds 8
+    python benchmarks/population.py --clients 10000,1000000 --cohort 1000 --rounds 20
 
 Each line is a process of its own, so that its peak memory is its own. ``pool``: every client holds 30 images in a row of a
 pool of images that lie in memory. ``handwriting``: every client's 30 images are written when it is asked. Personal models
-are on the devices where they fit, else in a file; the file of a million clients has holes, and holds those who came.
+are on the devices where they fit, else in a file, which holds those who came.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The same cohort out of populations of growing size.")
     parser.add_argument("--clients", default="10000,1000000", help="sizes of the population")
     parser.add_argument("--cohort", type=int, default=1000, help="clients of a round")
-    parser.add_argument("--rounds", type=int, default=8, help="timed rounds, after two")
+    parser.add_argument("--rounds", type=int, default=20, help="timed rounds, after two")
     parser.add_argument("--data", default="pool,handwriting", help="where examples come from")
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()

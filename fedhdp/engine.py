@@ -41,7 +41,7 @@ class Shape(NamedTuple):
     inputs: int  # numbers of one example
     sizes: tuple[int, ...]  # capacities at which clients are trained, the smallest that holds a chunk's clients
     full: bool  # all clients fill the only capacity
-    anywhere: bool  # all examples are on all devices, and a client may train on any
+    everywhere: bool  # all examples are on all devices
     run_V: tuple[int, ...]  # the global model of each personal one
     runs: int = 1
 
@@ -120,7 +120,7 @@ class Engine:
     ) -> tuple[ServerState, Parameters | None, Array]:
         """One round of Algorithm 1; ``keys``: that of the batches, then that of each run's noise."""
         batch_key, noise_key_R = jax.random.wrap_key_data(keys[0]), jax.random.wrap_key_data(keys[1:])
-        examples = EVERYWHERE if self.shape.anywhere else BY_CLIENT
+        examples = EVERYWHERE if self.shape.everywhere else BY_CLIENT
         taken = (BY_CLIENT, examples, examples, BY_CLIENT) + (EVERYWHERE,) * 6
         spread = self._spread(self._on_device, taken, (EVERYWHERE, BY_CLIENT))
         asked = (state_R.theta_P, state_R.clip, terms_R, pull_VG, rates, batch_key)

@@ -10,9 +10,8 @@ client.
 from __future__ import annotations
 
 import os
-import tempfile
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -25,9 +24,11 @@ import numpy as np
 from fedhdp.engine import Engine
 from fedhdp.models import Array, Model, Parameters
 from fedhdp.results import PERSONAL
+from fedhdp.rowfile import RowFile
 from fedhdp.stores import GIB, Seats
 
 PART = 256  # clients whose models are written to a checkpoint at a time
+NOWHERE = -1  # the row of a client who has no models
 Packed = Mapping[str, np.ndarray | Callable[[], np.ndarray]]
 
 
@@ -85,42 +86,40 @@ class PersonalAtHome:
 
 
 class PersonalOnDisk:
-    """Personal models in a file with holes: it holds what was written, whatever the population.
+    """Personal models in a file that holds those who came, whatever the population.
 
     A round works at a desk, an array with room for a cohort. There are two: while a round runs at one, what the round
-    before left on the other is written down. A client who has no models yet needs nothing brought to the desk. Each client
-    has two places in the file: what the last checkpoint knows is never written over, so a run goes on from there.
+    before left on the other is written down. A client who has no models yet needs nothing brought to the desk. A round's
+    models are written behind each other at the end of the file, in one go; once two thirds of it are out of date, where
+    they are. What the last checkpoint knows is never written over, so a run goes on from there.
     """
 
     def __init__(self, engine: Engine, clients: int, folder: Path | None):
         self.engine, self.clients = engine, clients
-        self.bytes = 4 * len(engine.run_V) * engine.parameters  # of a client
         self.path = None if folder is None else folder / PERSONAL
-        self.writer = ThreadPoolExecutor(1)
-        weakref.finalize(self, self.writer.shutdown, wait=False)
+        self.writers = ThreadPoolExecutor(
+            engine.devices
+        )  # of each device what is there, so that none waits for another
+        weakref.finalize(self, self.writers.shutdown, wait=False)
 
-    def _open(self, how: int) -> int:
-        if self.path is None:
-            self.file, path = tempfile.mkstemp(prefix="fedhdp-")
-            os.unlink(path)  # it is gone when nobody has it open any more
-        else:
-            self.file = os.open(self.path, os.O_RDWR | how)
-        weakref.finalize(self, os.close, self.file)
+    def _open(self, how: int) -> RowFile:
+        numbers = [len(self.engine.run_V) * leaf.size for leaf in jax.tree.leaves(self.engine.like)]
+        self.file = RowFile(self.path, how, numbers)
+        self.out_of_date = np.zeros(0, np.int64)  # rows that nobody needs, as far as was looked
         self.desks: list[Parameters | None] = [None, None]
-        self.written: Future | None = None  # what the last round left on its desk
+        self.written: list[Future] = []  # what the last round left on its desk
         self.writing: dict[int, int] = {}  # whose that is, and in which slot
         return self.file
 
     def start(self) -> Any:
         """An empty file."""
-        self.place_K = np.zeros(self.clients, np.uint8)
-        self.kept_K = np.full(self.clients, 2, np.uint8)  # 2: the checkpoint knows neither place
-        self.known_K = np.zeros(self.clients, bool)
+        self.row_K = np.full(self.clients, NOWHERE, np.int32)
+        self.kept_K = self.row_K.copy()  # as the last checkpoint knows it
         return self._open(os.O_CREAT | os.O_TRUNC)
 
     def lend(self, kept: Any, seats: Seats) -> tuple[Parameters, np.ndarray]:
         """A desk with the models of those clients who have any, and their rows."""
-        known_C = seats.came_C & self.known_K[seats.client_C]
+        known_C = seats.came_C & (self.row_K[seats.client_C] != NOWHERE)
         desk = self.desks.pop(0)
         if desk is None or jax.tree.leaves(desk)[0].shape[0] != len(seats.client_C):
             desk = _room(self.engine, len(seats.client_C))
@@ -135,8 +134,9 @@ class PersonalOnDisk:
         each = 1 << (most - 1).bit_length()  # few sizes, so that it rarely compiles
         slots = [np.flatnonzero(mine) + device * len(mine) for device, mine in enumerate(by_device)]
         slot_B = np.concatenate([np.pad(mine, (0, each - len(mine)), constant_values=-1) for mine in slots])
-        leaves = self._read(seats.client_C[slot_B], slot_B >= 0)
-        self._copy_unwritten(leaves, np.where(slot_B >= 0, seats.client_C[slot_B], -1))
+        client_B = np.where(slot_B >= 0, seats.client_C[slot_B], -1)
+        leaves = self._read(client_B)
+        self._copy_unwritten(leaves, client_B)
         rows = np.where(slot_B >= 0, seats.place_C[slot_B], len(known_C)).astype(np.int32)
         brought = jax.tree.unflatten(jax.tree.structure(self.engine.like), leaves)
         return self.engine.lay(desk, *self.engine.put((brought, rows), self.engine.by_client))
@@ -156,68 +156,74 @@ class PersonalOnDisk:
     def rows(self, kept: Any, clients: np.ndarray) -> np.ndarray:
         """The models of these clients, each as one row."""
         self._wait()
-        leaves = self._read(clients, np.ones(len(clients), bool))
-        return np.concatenate([leaf.reshape(*leaf.shape[:2], -1) for leaf in leaves], axis=2)
+        return np.concatenate([leaf.reshape(*leaf.shape[:2], -1) for leaf in self._read(clients)], axis=2)
 
-    def _read(self, client_C: np.ndarray, came_C: np.ndarray) -> list[np.ndarray]:
-        shapes = [(len(client_C), len(self.engine.run_V), *leaf.shape) for leaf in jax.tree.leaves(self.engine.like)]
+    def _read(self, client_B: np.ndarray) -> list[np.ndarray]:
+        """The models of these clients; nothing but zeros for one who has none, or is -1."""
+        shapes = [(len(client_B), len(self.engine.run_V), *leaf.shape) for leaf in jax.tree.leaves(self.engine.like)]
         leaves = [np.zeros(shape, np.float32) for shape in shapes]
-        for slot in np.flatnonzero(came_C):
-            parts = [leaf[slot].data for leaf in leaves]
-            os.preadv(
-                self.file, parts, self._offset(int(client_C[slot]))
-            )  # past the end of the file there is nothing yet
+        row_B = np.where(client_B >= 0, self.row_K[client_B], NOWHERE)
+        for b in np.flatnonzero(row_B != NOWHERE):
+            self.file.read(int(row_B[b]), [leaf[b] for leaf in leaves])
         return leaves
 
     def take_back(self, kept: Any, lent: Parameters, seats: Seats) -> Any:
         """Write the models down when the round is done, while the next one runs."""
         self._wait()
         clients = seats.client_C[seats.came_C]
-        other = self.kept_K[clients] < 2
-        self.place_K[clients[other]] = 1 - self.kept_K[clients[other]]
-        self.known_K[clients] = True
+        self.row_K[clients] = self._rows_for(len(clients))
+        row_C = np.where(seats.came_C, self.row_K[seats.client_C], NOWHERE)
         self.writing = dict(zip(clients.tolist(), np.flatnonzero(seats.came_C).tolist()))
-        offset_C = [self._offset(client) for client in seats.client_C.tolist()]
-        self.written = self.writer.submit(_write, self.file, jax.tree.leaves(lent), seats.came_C, offset_C)
+        for shards in zip(*(leaf.addressable_shards for leaf in jax.tree.leaves(lent))):
+            self.written.append(self.writers.submit(_write, self.file, shards, row_C))
         self.desks.append(lent)
         return kept
+
+    def _rows_for(self, count: int) -> np.ndarray:
+        """Where in the file to write as many models: at most two rows of a client are needed, now and by a checkpoint."""
+        if len(self.out_of_date) < count and self.file.rows > 3 * max(
+            int(np.count_nonzero(self.row_K != NOWHERE)), count
+        ):
+            needed = np.zeros(self.file.rows, bool)
+            for row_K in (self.row_K, self.kept_K):
+                needed[row_K[row_K != NOWHERE]] = True
+            self.out_of_date = np.flatnonzero(~needed)
+        if len(self.out_of_date) < count:
+            return self.file.more(count)
+        rows, self.out_of_date = self.out_of_date[:count], self.out_of_date[count:]
+        return rows
 
     def give_back(self, lent: Parameters) -> None:
         """Return a desk at which nothing was changed."""
         self.desks.insert(0, lent)
 
     def _wait(self) -> None:
-        if self.written is not None:
-            self.written.result()
-        self.written, self.writing = None, {}
+        for part in self.written:
+            part.result()
+        self.written, self.writing = [], {}
 
     def pack(self, kept: Any, known: np.ndarray) -> Packed:
-        """Which place of each client holds; the models stay where they are."""
+        """Where in the file each client's models are; they stay there."""
         self._wait()
-        os.fsync(self.file)
-        self.kept_K = np.where(self.known_K, self.place_K, 2).astype(np.uint8)
-        return {"personal_place": self.kept_K}
+        self.file.sync()
+        self.kept_K = self.row_K.copy()
+        return {"personal_row": self.kept_K}
 
     def unpack(self, arrays: dict[str, np.ndarray], known: np.ndarray) -> Any:
         """Go on with the file."""
         if self.path is None or not self.path.exists():
             raise ValueError(f"{self.path or 'the file'} is gone: the personal models of this run were in it")
-        self.kept_K = arrays["personal_place"]
-        self.known_K = self.kept_K < 2
-        self.place_K = np.where(self.known_K, self.kept_K, 0).astype(np.uint8)
+        self.kept_K = arrays["personal_row"]
+        self.row_K = self.kept_K.copy()
         return self._open(0)
 
-    def _offset(self, client: int) -> int:
-        return (2 * client + int(self.place_K[client])) * self.bytes
 
-
-def _write(file: int, leaves: list[Array], came_C: np.ndarray, offset_C: list[int]) -> None:
-    """Write each slot's models to its place, each device's as they lie there."""
-    for shards in zip(*(leaf.addressable_shards for leaf in leaves)):
-        first = shards[0].index[0].start or 0
-        parts = [np.asarray(shard.data) for shard in shards]
-        for row in np.flatnonzero(came_C[first : first + len(parts[0])]):
-            os.pwritev(file, [part[row].data for part in parts], offset_C[first + row])
+def _write(file: RowFile, shards: Sequence[Any], row_C: np.ndarray) -> None:
+    """Write what is on a device, each slot's models to their row: those who came sit before the spare slots."""
+    first = shards[0].index[0].start or 0
+    parts = [np.asarray(shard.data) for shard in shards]
+    here_C = row_C[first : first + len(parts[0])]
+    file.write(here_C[here_C != NOWHERE], parts)
 
 
 def _room(engine: Engine, rows: int) -> Parameters:

@@ -35,7 +35,7 @@ from fedhdp.outcome import VariantResult, fill_in, group_results
 from fedhdp.personal import Packed, keep_personal
 from fedhdp.population import Population, Source
 from fedhdp.server import ServerState, ServerStep
-from fedhdp.stores import at_home, evenly, fits, keep_examples, seat, table_of
+from fedhdp.stores import at_home, belongs_everywhere, evenly, keep_examples, seat, table_of
 
 MODEL, COHORT, BATCHES, NOISE = range(1, 5)  # the streams; 0 is the data's
 
@@ -92,9 +92,9 @@ class Simulation:
         )
         run_V = tuple(self.run_of) if self.training.personalise else ()
         sizes = size_classes(population.train, self.training.batch_size)
-        anywhere = not self.training.personalise and fits(population.train)
+        everywhere = belongs_everywhere(population.train, at_home=self.training.personalise)
         inputs = int(np.prod(population.input_shape))
-        shape = Shape(inputs, sizes, population.train.alike, anywhere, run_V, len(self.runs))
+        shape = Shape(inputs, sizes, population.train.alike, everywhere, run_V, len(self.runs))
         self.engine = _engine(model, self.training, self.step, shape)
         self.group_K = self.mechanism.group_of_clients
         expected = self.mechanism.expected_cohort / self.engine.devices

@@ -125,17 +125,29 @@ class ExamplesOnDemand:
         return *self.engine.put(flat, self.engine.by_client), seats.place_C * self.capacity
 
 
-def fits(source: Source) -> bool:
-    """Whether examples are arrays that the devices hold."""
-    room = (8 if jax.default_backend() == "gpu" else 1) * GIB
-    return isinstance(source, Examples) and int(source.count_K.sum()) * source.x_N[:1].nbytes <= room
+def examples_room() -> int:
+    """How many bytes of examples the devices may hold."""
+    return (8 if jax.default_backend() == "gpu" else 1) * GIB
+
+
+def fits_at_home(source: Source) -> bool:
+    """Whether the devices hold every client's examples, each its own clients'."""
+    return isinstance(source, Examples) and int(source.count_K.sum()) * source.x_N[:1].nbytes <= examples_room()
+
+
+def belongs_everywhere(source: Source, at_home: bool) -> bool:
+    """Whether every device holds all examples: so that clients train anywhere, or since they share too few for copies."""
+    return (
+        isinstance(source, Examples) and source.x_N.nbytes <= examples_room() and not (at_home and fits_at_home(source))
+    )
 
 
 def keep_examples(
     engine: Engine, source: Source, capacity: int
 ) -> ExamplesAtHome | ExamplesEverywhere | ExamplesOnDemand:
     """Examples on the devices if they fit there."""
-    if not fits(source):
-        return ExamplesOnDemand(engine, source, capacity)
-    assert isinstance(source, Examples)
-    return ExamplesEverywhere(engine, source) if engine.shape.anywhere else ExamplesAtHome(engine, source)
+    if isinstance(source, Examples) and engine.shape.everywhere:
+        return ExamplesEverywhere(engine, source)
+    if isinstance(source, Examples) and fits_at_home(source):
+        return ExamplesAtHome(engine, source)
+    return ExamplesOnDemand(engine, source, capacity)

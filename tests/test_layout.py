@@ -17,7 +17,7 @@ LEVELS = [  # each may import from those above it in this list, and nothing from
     {"span"},
     {"accounting", "client", "datasets", "ledger", "metrics", "server", "theory"},
     {"algorithms", "calibration", "engine", "outcome", "tuning"},
-    {"plan", "results", "stores"},
+    {"plan", "results", "rowfile", "stores"},
     {"personal"},
     {"evaluation"},
     {"simulate"},

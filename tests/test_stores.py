@@ -63,12 +63,45 @@ def test_a_run_with_models_on_disk_goes_on_from_its_checkpoint_whatever_was_writ
         Simulation(population, MODEL, CHOSEN, TRAINING, folder=tmp_path).unpack(kept)
 
 
+def test_the_file_of_personal_models_stays_small_however_long_the_run(population, monkeypatch):
+    in_memory = final(population, CHOSEN, rounds=40)
+    monkeypatch.setattr(personal, "personal_room", lambda: 0)
+    simulation = Simulation(population, MODEL, CHOSEN, TRAINING, seed=3, noise_seed=7)
+    state, most, written = simulation.start(), 0, 0
+    for number in range(40):
+        written += len(simulation.cohort(number))
+        most = max(most, len(simulation.cohort(number)))
+        state = simulation.play(state)
+        if number == 20:
+            simulation.pack(state)  # from here on a client needs two rows
+    rows, known = simulation.store.file.rows, np.count_nonzero(~state.new_K)
+    assert rows <= 3 * known + 2 * most < written
+    alike(in_memory, (simulation, state))
+
+
+def test_examples_that_clients_share_are_kept_once_and_change_nothing(population, monkeypatch):
+    train = population.train
+    shared = population._replace(train=examples_twice(train), test=examples_twice(population.test))
+    many = replace(CHOSEN, groups=tuple(replace(group, clients=2 * group.clients) for group in CHOSEN.groups))
+    copied = final(shared, many)
+    assert isinstance(copied[0].examples, stores.ExamplesAtHome)
+    monkeypatch.setattr(stores, "examples_room", lambda: train.x_N.nbytes)
+    kept_once = final(shared, many)
+    assert isinstance(kept_once[0].examples, stores.ExamplesEverywhere)
+    alike(copied, kept_once)
+
+
+def examples_twice(given: Examples) -> Examples:
+    """The same examples for twice as many clients."""
+    twice = {name: np.concatenate([getattr(given, name)] * 2) for name in ("start_K", "count_K")}
+    return given._replace(**twice)
+
+
 @pytest.mark.parametrize("personalise", [True, False])
 def test_examples_fetched_for_a_cohort_are_those_on_the_devices(population, monkeypatch, personalise):
     training = replace(TRAINING, personalise=personalise)
     resident, state = final(population, CHOSEN, training=training)
-    monkeypatch.setattr(simulate, "fits", lambda source: False)
-    monkeypatch.setattr(stores, "fits", lambda source: False)
+    monkeypatch.setattr(stores, "examples_room", lambda: 0)
     fetched, other = final(population, CHOSEN, training=training)
     assert isinstance(fetched.examples, stores.ExamplesOnDemand)
     np.testing.assert_allclose(resident.global_model(state), fetched.global_model(other), atol=1e-6)

@@ -169,7 +169,7 @@ def _run_batch(
             seconds_so_far = np.array(seconds_before + now - begun)
             parts[0].keep_checkpoint({**simulation.pack(state), "seconds": seconds_so_far})
             kept = time.monotonic()
-            pause = max(experiment.checkpoint_seconds, 10 * (kept - now))  # a tenth of the time at most
+            pause = max(experiment.checkpoint_seconds, 20 * (kept - now))  # a twentieth of the time at most
         if not go_on:
             raise Interrupted
 

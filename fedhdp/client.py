@@ -93,18 +93,20 @@ def client_updates(
     key_C: Array,
     rates: Array,
     full: bool = False,
+    gram_CMM: Array | None = None,
 ) -> tuple[Sent, Parameters | None]:
     """ClientUpdate: each client's update of each global model, and its personal models after the round.
 
     Examples come as floats, in the order in which they are trained on. ``full``: no client has any padding, so that
-    batches are known beforehand; the results are the same.
+    batches are known beforehand; ``gram_CMM``: the examples' products with each other, if they are known. The results
+    are the same.
     """
     capacity, size = x_CM.shape[1], training.batch_size
     runs = jax.tree.leaves(theta_R)[0].shape[0]
     run_T = np.concatenate([np.arange(runs), run_V]).astype(int)
 
     # All models of a client train side by side (T): theta ← theta − η(∇f + λ(theta − anchor)), λ_global = 0.
-    shared_C = jax.vmap(partial(held_in.know, theta_R))(x_CM)
+    shared_C = jax.vmap(partial(held_in.know, theta_R))(x_CM, gram_CMM)
     enter = lambda own_V, x_M, shared: held_in.enter(theta_R, own_V, run_V, x_M, shared)  # noqa: E731
     held_CT, known_CT = jax.vmap(enter)(personal_CV, x_CM, shared_C)
     anchor_T = held_in.anchor(theta_R, run_T, capacity)

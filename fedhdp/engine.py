@@ -30,6 +30,7 @@ from fedhdp.client import LocalTraining, as_floats, client_updates, coordinates,
 from fedhdp.mechanism import Terms
 from fedhdp.models import Array, Model, Parameters
 from fedhdp.server import ServerState, ServerStep, Sums, Updates, clip_and_sum, finish_round
+from fedhdp.span import gram
 
 AXIS = "clients"
 BY_CLIENT, EVERYWHERE = PartitionSpec(AXIS), PartitionSpec()
@@ -83,6 +84,7 @@ class Engine:
         self.scores = jax.jit(self._scores)
         self.client_scores = jax.jit(self._client_scores, static_argnums=0)
         self.lay = jax.jit(self._lay, donate_argnums=0)
+        self.grams = jax.jit(self._grams)
 
     def slots(self, clients_each: int) -> int:
         """The capacity for this many clients on each device: whole chunks, and few slots that nobody needs."""
@@ -112,6 +114,7 @@ class Engine:
         personal_K: Parameters | None,
         x_N: Array,
         y_N: Array,
+        gram_K: Array | None,
         slots: Array,
         terms_R: Terms,
         pull_VG: Array,
@@ -120,11 +123,10 @@ class Engine:
     ) -> tuple[ServerState, Parameters | None, Array]:
         """One round of Algorithm 1; ``keys``: that of the batches, then that of each run's noise."""
         batch_key, noise_key_R = jax.random.wrap_key_data(keys[0]), jax.random.wrap_key_data(keys[1:])
-        examples = EVERYWHERE if self.shape.everywhere else BY_CLIENT
-        taken = (BY_CLIENT, examples, examples, BY_CLIENT) + (EVERYWHERE,) * 6
+        taken = (BY_CLIENT, self._examples, self._examples, self._examples, BY_CLIENT) + (EVERYWHERE,) * 6
         spread = self._spread(self._on_device, taken, (EVERYWHERE, BY_CLIENT))
         asked = (state_R.theta_P, state_R.clip, terms_R, pull_VG, rates, batch_key)
-        sums_R, personal_K = spread(personal_K, x_N, y_N, slots, *asked)
+        sums_R, personal_K = spread(personal_K, x_N, y_N, gram_K, slots, *asked)
         if self.parameters % self.devices == 0:  # each device draws its part of the one noise
             parts = NamedSharding(self.mesh, PartitionSpec(None, AXIS))
             sums_R = sums_R._replace(update_P=jax.lax.with_sharding_constraint(sums_R.update_P, parts))
@@ -136,6 +138,7 @@ class Engine:
         personal_K: Parameters | None,
         x_N: Array,
         y_N: Array,
+        gram_K: Array | None,
         table: Array,
         theta_RP: Array,
         clip_R: Array,
@@ -147,7 +150,7 @@ class Engine:
         """The device's share of the cohort, chunk by chunk: updates summed, personal models moved."""
         theta_R = jax.vmap(self.unravel)(theta_RP)
         chunk = self._chunk(table.shape[0])
-        train = partial(self._train, x_N, y_N, theta_R, clip_R, terms_R, pull_VG, rates, key)
+        train = partial(self._train, x_N, y_N, gram_K, theta_R, clip_R, terms_R, pull_VG, rates, key)
 
         def of_chunk(number: Array, carry: tuple[Sums, Parameters | None]) -> tuple[Sums, Parameters | None]:
             sums, personal_K = carry
@@ -182,6 +185,7 @@ class Engine:
         self,
         x_N: Array,
         y_N: Array,
+        gram_K: Array | None,
         theta_R: Parameters,
         clip_R: Array,
         terms_R: Terms,
@@ -194,9 +198,13 @@ class Engine:
     ) -> tuple[Sums, Parameters | None]:
         """One chunk at one size: its clients train, their updates are clipped and summed for every run."""
         key_C = jax.vmap(partial(jax.random.fold_in, key))(mine.client_C)
-        x_CM, y_CM = examples_at(
-            x_N, y_N, mine.start_C, mine.count_C, orders(key_C, mine.count_C, size), self.shape.full
-        )
+        order_CM = orders(key_C, mine.count_C, size)
+        x_CM, y_CM = examples_at(x_N, y_N, mine.start_C, mine.count_C, order_CM, self.shape.full)
+        gram_CMM = None
+        if gram_K is not None:
+            # They are symmetric, so rows are put in order twice, which is faster than rows and columns.
+            in_order = lambda start, order_M: gram_K[start // size, order_M].T[order_M]  # noqa: E731
+            gram_CMM = jax.vmap(in_order)(mine.start_C, order_CM)
         held_in = coordinates(self.model, size, self.shape.inputs)
         sent, own_CV = client_updates(
             self.model,
@@ -212,6 +220,7 @@ class Engine:
             key_C,
             rates,
             self.shape.full,
+            gram_CMM,
         )
 
         if x_N.dtype != jnp.uint8:  # a client whose inputs are not finite is refused by its norm, and adds no 0 · NaN
@@ -222,6 +231,20 @@ class Engine:
             return clip_and_sum(terms, clip, updates, mine.group_C, mine.came_C == 1)
 
         return jax.vmap(of_run, in_axes=(0, 0, 1, 1))(terms_R, clip_R, sent.update_CR, sent.norm_CR), own_CV
+
+    @property
+    def _examples(self) -> PartitionSpec:
+        return EVERYWHERE if self.shape.everywhere else BY_CLIENT
+
+    def _grams(self, x_N: Array) -> Array:
+        """The products of every client's examples with each other, where clients are alike and lie behind each other."""
+        (size,) = self.shape.sizes
+
+        def on_device(x_N: Array) -> Array:
+            x_KM = x_N.reshape(-1, size, *x_N.shape[1:])
+            return jax.lax.map(lambda x_M: gram(as_floats(x_M)), x_KM, batch_size=self.chunk)
+
+        return self._spread(on_device, (self._examples,), self._examples)(x_N)
 
     def _scores(self, theta_RP: Array, x_N: Array, y_N: Array) -> Array:
         """The score of each global model on each example, spread over the devices."""

@@ -35,7 +35,7 @@ from fedhdp.outcome import VariantResult, fill_in, group_results
 from fedhdp.personal import Packed, keep_personal
 from fedhdp.population import Population, Source
 from fedhdp.server import ServerState, ServerStep
-from fedhdp.stores import at_home, belongs_everywhere, evenly, keep_examples, seat, table_of
+from fedhdp.stores import at_home, belongs_everywhere, evenly, keep_examples, keep_grams, seat, table_of
 
 MODEL, COHORT, BATCHES, NOISE = range(1, 5)  # the streams; 0 is the data's
 
@@ -101,6 +101,7 @@ class Simulation:
         steady = self.mechanism.sampling == "fixed" and (not self.training.personalise or self.engine.devices == 1)
         self.slots = self.engine.slots(math.ceil(expected + (0 if steady else 4 * expected**0.5 + 1)))
         self.examples = keep_examples(self.engine, population.train, sizes[-1])
+        self.gram_K = keep_grams(self.engine, self.examples)
         self.store = keep_personal(self.engine, population.clients, folder) if self.training.personalise else None
         self._numbers: tuple | None = None
 
@@ -164,7 +165,7 @@ class Simulation:
         rates, keys = self.engine.put((rates, keys), self.engine.everywhere)
         self._settle(state)
         server_state, personal, done = self.engine.round(
-            state.server, personal, x_N, y_N, table, *self._numbers, rates, keys
+            state.server, personal, x_N, y_N, self.gram_K, table, *self._numbers, rates, keys
         )
         if self.store is not None:
             personal = self.store.take_back(state.personal, personal, seats)

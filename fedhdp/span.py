@@ -34,7 +34,7 @@ EXACT = jax.lax.Precision.HIGHEST  # what a norm rests on is not rounded to fewe
 class Coordinates(NamedTuple):
     """How one client's models are held while they train, and how what they learnt is measured and added up."""
 
-    know: Callable[[Parameters, Array], Any]  # (theta_R, x_M) -> what all of the client's models share
+    know: Callable[[Parameters, Array, Array | None], Any]  # (theta_R, x_M, gram_MM) -> what the client's models share
     enter: Callable[[Parameters, Parameters, np.ndarray, Array, Any], tuple[Parameters, Any]]  # -> held_T, known_T
     anchor: Callable[[Parameters, np.ndarray, int], Parameters]  # (theta_R, run_T, M) -> the anchors as they are held
     batch: Callable[[Any, Any, int], Any]  # (known, first, B) -> what is known of a batch, known_B
@@ -73,6 +73,12 @@ def _subtract(a: Parameters, b: Parameters) -> Parameters:
     return jax.tree.map(jnp.subtract, a, b)
 
 
+def gram(x_M: Array) -> Array:
+    """The products of examples with each other, X·Xᵀ, the 1 of the bias included."""
+    x_MF = x_M.reshape(x_M.shape[0], -1)
+    return jnp.matmul(x_MF, turned(x_MF), precision=EXACT) + 1.0
+
+
 def direct(model: Model) -> Coordinates:
     """The parameters themselves."""
 
@@ -82,7 +88,7 @@ def direct(model: Model) -> Coordinates:
         return held_T, jnp.broadcast_to(x_M, (models, *x_M.shape))  # its own, so that products are batched over models
 
     return Coordinates(
-        know=lambda theta_R, x_M: None,
+        know=lambda theta_R, x_M, gram_MM: None,
         enter=enter,
         anchor=lambda theta_R, run_T, examples: take(theta_R, run_T),
         batch=jax.lax.dynamic_slice_in_dim,
@@ -99,10 +105,10 @@ def in_span(model: Model) -> Coordinates:
     head = model.head
     assert head is not None, "a model without a dense first layer has no span"
 
-    def know(theta_R: Parameters, x_M: Array) -> Any:
+    def know(theta_R: Parameters, x_M: Array, gram_MM: Array | None) -> Any:
         x_MF = x_M.reshape(x_M.shape[0], -1)
         from_anchor_RMH = jnp.einsum("mf,rfh->rmh", x_MF, theta_R["first"]["w"]) + theta_R["first"]["b"][:, None]
-        return from_anchor_RMH, jnp.matmul(x_MF, turned(x_MF), precision=EXACT) + 1.0
+        return from_anchor_RMH, gram(x_M) if gram_MM is None else gram_MM
 
     def enter(theta_R: Parameters, start_V: Parameters, run_V: np.ndarray, x_M: Array, shared: Any) -> Any:
         from_anchor_RMH, gram_MM = shared
@@ -147,8 +153,8 @@ def in_span(model: Model) -> Coordinates:
 
     def add(scale_C: Array, sent_C: Parameters, x_CM: Array) -> Parameters:
         A_CMH = _weigh(scale_C, sent_C["A"])
-        w_FH = jnp.einsum("cmf,cmh->fh", x_CM.reshape(*x_CM.shape[:2], -1), A_CMH)
-        return {"first": {"w": w_FH, "b": jnp.sum(A_CMH, axis=(0, 1))}, "rest": _sum(scale_C, sent_C["rest"])}
+        w_HF = jnp.einsum("cmh,cmf->hf", A_CMH, x_CM.reshape(*x_CM.shape[:2], -1))  # A is turned, and not the examples
+        return {"first": {"w": w_HF.T, "b": jnp.sum(A_CMH, axis=(0, 1))}, "rest": _sum(scale_C, sent_C["rest"])}
 
     def leave(
         held_V: Parameters, theta_R: Parameters, start_V: Parameters, run_V: np.ndarray, x_M: Array

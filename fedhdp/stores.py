@@ -151,3 +151,16 @@ def keep_examples(
     if isinstance(source, Examples) and fits_at_home(source):
         return ExamplesAtHome(engine, source)
     return ExamplesOnDemand(engine, source, capacity)
+
+
+def keep_grams(engine: Engine, kept: ExamplesAtHome | ExamplesEverywhere | ExamplesOnDemand) -> Array | None:
+    """The products of clients' examples with each other: no round changes them, so one need not compute them again.
+
+    Where clients train in the span, are alike, and these take no more room than the examples do.
+    """
+    size, shape = engine.shape.sizes[-1], engine.shape
+    if isinstance(kept, ExamplesOnDemand) or not shape.full or engine.model.head is None or size >= shape.inputs:
+        return None
+    x_N, _ = kept.arrays
+    behind_each_other = not (kept.start_K % size).any() and len(x_N) % size == 0
+    return engine.grams(x_N) if behind_each_other and 4 * size * len(x_N) <= x_N.nbytes else None

@@ -91,6 +91,46 @@ def test_examples_that_clients_share_are_kept_once_and_change_nothing(population
     alike(copied, kept_once)
 
 
+@pytest.mark.parametrize("personalise", [True, False])
+def test_products_of_examples_are_kept_from_round_to_round_and_change_nothing(personalise):
+    population = tiny_population([3] * 19)
+    training = replace(TRAINING, personalise=personalise)
+    simulation, state = final(population, CHOSEN, training=training)
+    assert simulation.gram_K is not None
+    again = Simulation(population, MODEL, CHOSEN, training, seed=3, noise_seed=7)
+    again.gram_K, other = None, again.start()
+    while other.round < state.round:
+        other = again.play(other)
+    np.testing.assert_allclose(simulation.global_model(state), again.global_model(other), atol=1e-6)
+
+
+def test_products_of_examples_are_those_of_the_client_wherever_it_lies():
+    train = tiny_population([3] * 19).train
+    size = int(train.count_K[0])
+    backwards = train._replace(start_K=train.start_K[::-1].copy())  # client 0 holds the last ones
+    whole = tiny_population([3] * 19)._replace(train=backwards)
+    for personalise in (True, False):  # on the devices where clients live, and on all of them
+        simulation = Simulation(whole, MODEL, CHOSEN, replace(TRAINING, personalise=personalise))
+        seats = stores.seat(stores.at_home(simulation.engine, np.arange(8)), 8 * simulation.engine.devices)
+        start_C = simulation.examples.fetch(seats)[2]
+        gram_K = simulation.engine.fetch(simulation.gram_K)
+        each = 0 if simulation.engine.shape.everywhere else len(gram_K) // simulation.engine.devices
+        for slot in np.flatnonzero(seats.came_C):
+            first = backwards.start_K[seats.client_C[slot]]
+            x_MF = backwards.x_N[first : first + size].reshape(size, -1) / 255.0
+            mine = slot // (len(seats.client_C) // simulation.engine.devices) * each + start_C[slot] // size
+            np.testing.assert_allclose(gram_K[mine], x_MF @ x_MF.T + 1, rtol=1e-5)
+
+
+def test_products_of_examples_are_not_kept_where_clients_overlap_or_differ(population):
+    assert Simulation(population, MODEL, CHOSEN, TRAINING).gram_K is None  # clients of all sizes
+    alike = tiny_population([3] * 19)
+    overlapping = alike._replace(train=alike.train._replace(start_K=np.maximum(alike.train.start_K - 1, 0)))
+    plain = replace(TRAINING, personalise=False)
+    assert Simulation(overlapping, MODEL, CHOSEN, plain).gram_K is None
+    assert Simulation(alike, MODEL, CHOSEN, plain).gram_K is not None
+
+
 def examples_twice(given: Examples) -> Examples:
     """The same examples for twice as many clients."""
     twice = {name: np.concatenate([getattr(given, name)] * 2) for name in ("start_K", "count_K")}

@@ -233,6 +233,17 @@ def test_a_cohort_larger_than_expected_is_never_cut_short(population):
     np.testing.assert_array_equal(state.new_K, expected.new_K)
 
 
+@pytest.mark.parametrize("personalise", [True, False])
+def test_cohorts_of_changing_size_compile_once(population, personalise):
+    simulation = Simulation(population, MODEL, CHOSEN, replace(TRAINING, personalise=personalise), seed=11)
+    assert CHOSEN.sampling == "poisson"
+    assert len({len(simulation.cohort(number)) for number in range(8)}) > 3
+    state, before = simulation.play(simulation.start()), simulation.engine.round._cache_size()
+    for _ in range(7):
+        state = simulation.play(state)
+    assert simulation.engine.round._cache_size() == before
+
+
 def test_seeds_change_what_they_name_and_nothing_else(population):
     _, one = final(population, CHOSEN)
     same(one, final(population, CHOSEN)[1])

@@ -89,7 +89,7 @@ class Engine:
     def slots(self, clients_each: int) -> int:
         """The capacity for this many clients on each device: whole chunks, and few slots that nobody needs."""
         each = max(clients_each, 1)
-        while self._chunk(each) < min(each, self.chunk / 2):
+        while self._chunk(each) < min(each, 3 * self.chunk / 4):
             each += 1
         return each * self.devices
 

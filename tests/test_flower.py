@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from fedhdp import results
 from fedhdp.accounting import compose, fits, spend
 from fedhdp.client import LocalTraining
+from fedhdp.experiments.run import resume
 from fedhdp.experiments.spec import LifetimeBudget
 from fedhdp.flower.built_in import built_in, score_with, start_model
 from fedhdp.flower.client_app import Trainer, client_app
@@ -598,6 +599,13 @@ def test_a_crash_in_the_first_round_of_a_newcomer_is_charged_under_a_name_of_its
         assert [(run.charged, run.mechanism.clients) for run in ledger.runs()] == [(2, 6), (1, 7), (2, 8)]
     assert variant.groups[2].rounds == 4
     assert "2 mechanisms composed" in variant.groups[2].epsilon_basis
+
+
+def test_the_simulator_says_how_a_deployment_goes_on(tmp_path):
+    wanted = deployment(tmp_path)
+    play_plain(everyone(app=PLAIN), wanted)
+    with pytest.raises(results.DamagedRun, match="a deployment goes on when its ServerApp is submitted again"):
+        resume(Path(wanted.out), lambda progress: True)
 
 
 def test_a_folder_of_another_deployment_is_refused_and_a_finished_one_is_left_alone(tmp_path):

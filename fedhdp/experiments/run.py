@@ -62,7 +62,10 @@ def resume(out: Path, watch: Watch) -> Summary:
         try:
             experiment = from_toml(path.read_text(), str(path))
         except (OSError, ValueError) as error:
-            raise results.DamagedRun(f"{path} is damaged: {error}") from error
+            hint = "one of a deployment goes on when its ServerApp is submitted again with this folder"
+            raise results.DamagedRun(
+                f"{path} is no experiment that can be simulated, or damaged; {hint} ({error})"
+            ) from error
         if (out / results.SUMMARY).exists():
             return results.read_value(out / results.SUMMARY, Summary)
         return _run(experiment, experiment.mechanism.mechanism(experiment.rounds, experiment.delta), folder, watch)

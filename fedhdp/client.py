@@ -48,9 +48,14 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.learning_rate * factor, (self.personal_learning_rate or self.learning_rate) * factor
 
 
+def trains_in_span(model: Model, examples: int, inputs: int) -> bool:
+    """Whether the span of the examples is where to train: there are fewer of them than inputs, and the model allows it."""
+    return model.head is not None and examples < inputs
+
+
 def coordinates(model: Model, examples: int, inputs: int) -> Coordinates:
-    """Where to train: in the span of the examples if there are fewer of them than inputs, and the model allows it."""
-    return in_span(model) if model.head is not None and examples < inputs else direct(model)
+    """Where to train."""
+    return in_span(model) if trains_in_span(model, examples, inputs) else direct(model)
 
 
 def as_floats(x: Array) -> Array:

@@ -234,6 +234,7 @@ class Engine:
 
     @property
     def _examples(self) -> PartitionSpec:
+        """How examples are split."""
         return EVERYWHERE if self.shape.everywhere else BY_CLIENT
 
     def _grams(self, x_N: Array) -> Array:

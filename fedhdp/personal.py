@@ -90,16 +90,14 @@ class PersonalOnDisk:
 
     A round works at a desk, an array with room for a cohort. There are two: while a round runs at one, what the round
     before left on the other is written down. A client who has no models yet needs nothing brought to the desk. A round's
-    models are written behind each other at the end of the file, in one go; once two thirds of it are out of date, where
-    they are. What the last checkpoint knows is never written over, so a run goes on from there.
+    models are written behind each other at the end of the file, in one go; once it has three rows for each client in it,
+    over those that are out of date. What the last checkpoint knows is never written over, so a run goes on from there.
     """
 
     def __init__(self, engine: Engine, clients: int, folder: Path | None):
         self.engine, self.clients = engine, clients
         self.path = None if folder is None else folder / PERSONAL
-        self.writers = ThreadPoolExecutor(
-            engine.devices
-        )  # of each device what is there, so that none waits for another
+        self.writers = ThreadPoolExecutor(engine.devices)  # one for what is on each device
         weakref.finalize(self, self.writers.shutdown, wait=False)
 
     def _open(self, how: int) -> RowFile:
@@ -181,9 +179,8 @@ class PersonalOnDisk:
 
     def _rows_for(self, count: int) -> np.ndarray:
         """Where in the file to write as many models: at most two rows of a client are needed, now and by a checkpoint."""
-        if len(self.out_of_date) < count and self.file.rows > 3 * max(
-            int(np.count_nonzero(self.row_K != NOWHERE)), count
-        ):
+        known = int(np.count_nonzero(self.row_K != NOWHERE))
+        if len(self.out_of_date) < count and self.file.rows > 3 * max(known, count):
             needed = np.zeros(self.file.rows, bool)
             for row_K in (self.row_K, self.kept_K):
                 needed[row_K[row_K != NOWHERE]] = True

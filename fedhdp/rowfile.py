@@ -1,4 +1,4 @@
-"""A file of rows of numbers, as long as memory is short: what many clients keep, of whom few are asked at a time.
+"""A file of rows of numbers, for what memory does not hold: what many clients keep, of whom few are asked at a time.
 
 It is read and written past the system's cache where the file system can do that. A cohort's models are hundreds of
 megabytes a round: the cache would fill with what is not read again soon, and then everything would wait for it.

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from fedhdp.client import trains_in_span
 from fedhdp.engine import Engine, Slots
 from fedhdp.models import Array
 from fedhdp.population import Examples, Source
@@ -158,8 +159,8 @@ def keep_grams(engine: Engine, kept: ExamplesAtHome | ExamplesEverywhere | Examp
 
     Where clients train in the span, are alike, and these take no more room than the examples do.
     """
-    size, shape = engine.shape.sizes[-1], engine.shape
-    if isinstance(kept, ExamplesOnDemand) or not shape.full or engine.model.head is None or size >= shape.inputs:
+    size, in_span = engine.shape.sizes[-1], trains_in_span(engine.model, engine.shape.sizes[-1], engine.shape.inputs)
+    if isinstance(kept, ExamplesOnDemand) or not engine.shape.full or not in_span:
         return None
     x_N, _ = kept.arrays
     behind_each_other = not (kept.start_K % size).any() and len(x_N) % size == 0

@@ -47,6 +47,12 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         factor = self.decay ** (round // self.decay_every)
         return self.learning_rate * factor, (self.personal_learning_rate or self.learning_rate) * factor
 
+    def batches(self, count_C: Array) -> Array:
+        """How many batches of an epoch clients with this many examples have."""
+        if self.whole_batches:
+            return jnp.where(count_C > 0, jnp.maximum(count_C // self.batch_size, 1), 0)
+        return -(-count_C // self.batch_size)
+
 
 def trains_in_span(model: Model, examples: int, inputs: int) -> bool:
     """Whether the span of the examples is where to train: there are fewer of them than inputs, and the model allows it."""
@@ -75,6 +81,16 @@ def orders(key_C: Array, count_C: Array, capacity: int) -> Array:
 
 
 FEW = 4  # batches that are worth a copy of what is known of them
+
+
+def _fewer(clients: int) -> list[int]:
+    """How many train at a time while the others get done: all, then an eighth of them less each time, or 8."""
+    return list(range(clients, 0, -max(8, -(-clients // 8))))
+
+
+def _axis(number: Any) -> int | None:
+    """Whether clients each have a number of their own."""
+    return 0 if jnp.ndim(number) else None
 
 
 class Sent(NamedTuple):
@@ -117,18 +133,22 @@ def client_updates(
     anchor_T = held_in.anchor(theta_R, run_T, capacity)
     rate_T = rates[(np.arange(len(run_T)) >= runs).astype(int)]
     pull_CT = jnp.concatenate([jnp.zeros((len(x_CM), runs)), pull_CV], axis=1)
+    batches_C = training.batches(count_C)
 
-    def known_in(first: Any, size: int) -> Any:
-        return jax.vmap(jax.vmap(lambda known: held_in.batch(known, first, size)))(known_CT)
+    def known_in(first: Any, size: int, clients: int | None = None) -> Any:
+        """What is known of a batch: the same numbers for every client, or its own for each of the first ones."""
+        known = jax.tree.map(lambda known_C: known_C[:clients], known_CT)
+        batch = lambda known_T, first: held_in.batch(known_T, len(run_T), first, size)  # noqa: E731
+        return jax.vmap(batch, in_axes=(0, _axis(first)))(known, first)
 
-    def step(epoch: Array, first: Any, size: int, held_CT: Parameters, known_CTB: Any) -> Parameters:
-        """One batch B, the same numbers for every client; a client that has no such batch rests at rate 0."""
+    def step(epoch: Any, first: Any, size: int, held_CT: Parameters, known_CTB: Any) -> Parameters:
+        """One batch B of the first clients; one that has no such batch or epoch rests at rate 0."""
 
-        def of_client(held_T, known_TB, pull_T, y_M, count, key):
+        def of_client(epoch, first, held_T, known_TB, pull_T, y_M, count, batches, key):
             key = jax.random.fold_in(jax.random.fold_in(key, epoch), first)
             y_B = jax.lax.dynamic_slice_in_dim(y_M, first, size)
             real_B = jnp.ones(size, bool) if full else first + jnp.arange(size) < count
-            has = (first + size <= count) | ((first == 0) & (count > 0)) if training.whole_batches else first < count
+            has = (epoch < training.epochs) & (first // training.batch_size < batches)
             busy = 1.0 if full else jnp.where(has, 1.0, 0.0)
 
             def descend(held, known_B, rate, pull, anchor):
@@ -142,23 +162,53 @@ def client_updates(
 
             return jax.vmap(descend)(held_T, known_TB, busy * rate_T, pull_T, anchor_T)
 
-        return jax.vmap(of_client)(held_CT, known_CTB, pull_CT, y_CM, count_C, key_C)
+        clients = jax.tree.leaves(held_CT)[0].shape[0]
+        theirs = (a_C[:clients] for a_C in (pull_CT, y_CM, count_C, batches_C, key_C))
+        axes = (_axis(epoch), _axis(first), *(0,) * 7)
+        return jax.vmap(of_client, in_axes=axes)(epoch, first, held_CT, known_CTB, *theirs)
 
     # Where every client has the same few batches they are cut once for all epochs, else when their turn comes.
     whole, rest = capacity // size, 0 if training.whole_batches and capacity >= size else capacity % size
     cuts = [(batch * size, size) for batch in range(whole)] + [(whole * size, rest)] * (rest > 0)
     known_in_cuts = [known_in(*cut) for cut in cuts] if full and len(cuts) <= FEW else []
 
-    def epoch(number: Array, held_CT: Parameters) -> Parameters:
+    def together(number: Array, held_CT: Parameters) -> Parameters:
+        """An epoch in which every client takes the same batch at a time."""
         for (first, many), known_CTB in zip(cuts, known_in_cuts):
             held_CT = step(number, first, many, held_CT, known_CTB)
         if known_in_cuts:
             return held_CT
         turn = lambda batch, held: step(number, batch * size, size, held, known_in(batch * size, size))  # noqa: E731
-        held_CT = jax.lax.fori_loop(0, whole if full else -(-jnp.max(count_C) // size), turn, held_CT)
+        held_CT = jax.lax.fori_loop(0, whole if full else jnp.max(batches_C), turn, held_CT)
         return step(number, whole * size, rest, held_CT, known_in(whole * size, rest)) if full and rest else held_CT
 
-    held_CT = jax.lax.fori_loop(0, training.epochs, epoch, held_CT)
+    def apart(held_CT: Parameters) -> Parameters:
+        """All epochs, each client at its own pace: when the last ones are done, the others go on without them."""
+
+        def turn(number: Array, held_CT: Parameters) -> Parameters:
+            clients = jax.tree.leaves(held_CT)[0].shape[0]
+            each_C = jnp.maximum(batches_C[:clients], 1)
+            first_C = number % each_C * size
+            return step(number // each_C, first_C, size, held_CT, known_in(first_C, size, clients))
+
+        def turns(number: Array, held_CT: Parameters) -> Parameters:
+            """As many turns as there are epochs: a number known beforehand, and what all that are done are done after."""
+            return jax.lax.fori_loop(
+                0, training.epochs, lambda i, held: turn(number * training.epochs + i, held), held_CT
+            )
+
+        done: list[Parameters] = []
+        begun, clients = jnp.int32(0), _fewer(len(x_CM))
+        for here, left in zip(clients, [*clients[1:], 0]):
+            held_CT = jax.tree.map(lambda held_C: held_C[:here], held_CT)  # noqa: B023
+            until = jnp.maximum(begun, jnp.max(batches_C[left:]))
+            held_CT = jax.lax.fori_loop(begun, until, turns, held_CT)
+            done.insert(0, jax.tree.map(lambda held_C: held_C[left:], held_CT))  # noqa: B023
+            begun = until
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *done)
+
+    # In the span a batch is a part of what is trained, and cutting the same one for all is what is fast.
+    held_CT = apart(held_CT) if not full and held_in.apart else jax.lax.fori_loop(0, training.epochs, together, held_CT)
     held_CR, held_CV = (jax.tree.map(lambda h_CT: h_CT[:, part], held_CT) for part in (slice(runs), slice(runs, None)))  # noqa: B023
     update_CR = jax.vmap(lambda held_R: jax.vmap(held_in.sent)(held_R, theta_R))(held_CR)
     of_runs = jax.vmap(held_in.norm, in_axes=(0, None, None))

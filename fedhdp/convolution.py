@@ -132,6 +132,7 @@ class Launch(NamedTuple):
 
 # Found by trying on an H200, with 204 networks and batches of 20 images of 28 by 28, then 14 by 14 pixels.
 FORWARD, BACK_TO_WEIGHTS, BACK_TO_IMAGE = Launch(64, 4), Launch(32, 2, 8), Launch(64, 4)
+BACK_TO_WEIGHTS_OF_WINDOWS = Launch(32, 1, 16)  # with one input
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -150,12 +151,13 @@ def _forward(image: Array, w: Array, b: Array, shape: Shape, interpret: bool) ->
 
 def _backward(shape: Shape, interpret: bool, saved: tuple[Array, ...], g: Array) -> tuple[Array, Array, Array]:
     image, w, b, which = saved
-    like, parts = jax.eval_shape(partial(_matrices, shape), w).shape, BACK_TO_WEIGHTS.parts
+    launch = BACK_TO_WEIGHTS_OF_WINDOWS if shape.inputs == 1 else BACK_TO_WEIGHTS
+    like, parts = jax.eval_shape(partial(_matrices, shape), w).shape, launch.parts
     numbers = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)  # noqa: E731
     made = (numbers(parts, *like), numbers(parts, shape.outputs))
     weights, bias = (None, *like), (None, shape.outputs)
     of_part = (pl.BlockSpec(weights, lambda part: (part, 0, 0, 0)), pl.BlockSpec(bias, lambda part: (part, 0)))
-    run = _kernel("weights", _weights_kernel, shape, BACK_TO_WEIGHTS, interpret, made, parts, out_specs=of_part)
+    run = _kernel("weights", _weights_kernel, shape, launch, interpret, made, parts, out_specs=of_part)
     dw_parts, db_parts = run(image.reshape(-1), which, g.reshape(-1))
     (dw,) = jax.linear_transpose(partial(_matrices, shape), w)(jnp.sum(dw_parts, axis=0))
     db = jnp.sum(db_parts, axis=0)

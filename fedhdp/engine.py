@@ -70,9 +70,9 @@ class Engine:
         self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
         self.devices = len(self.mesh.devices)
         on_gpu = jax.default_backend() == "gpu"
-        # A core's cache holds few clients; a GPU wants many networks at a time, fewer where clients differ in size, and
-        # all there are where steps are small.
-        networks, each = 256 if shape.full else 128, shape.runs + len(shape.run_V)
+        # A core's cache holds few clients; a GPU wants many networks at a time, more where clients differ in size and get
+        # done one after the other, and all there are where steps are small.
+        networks, each = 256 if shape.full else 512, shape.runs + len(shape.run_V)
         on_a_gpu = 256 if model.head is not None else max(1, networks // each)
         self.chunk = chunk or (on_a_gpu if on_gpu else 8)
         self.by_client, self.everywhere = NamedSharding(self.mesh, BY_CLIENT), NamedSharding(self.mesh, EVERYWHERE)

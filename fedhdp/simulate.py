@@ -91,7 +91,7 @@ class Simulation:
             self.mechanism.clients == population.clients, "groups", self.mechanism.clients, f"of {clients} together"
         )
         run_V = tuple(self.run_of) if self.training.personalise else ()
-        sizes = size_classes(population.train, self.training.batch_size)
+        sizes = size_classes(population.train, self.training.batch_size, several=model.head is not None)
         everywhere = belongs_everywhere(population.train, at_home=self.training.personalise)
         inputs = int(np.prod(population.input_shape))
         shape = Shape(inputs, sizes, population.train.alike, everywhere, run_V, len(self.runs))
@@ -282,12 +282,16 @@ def cohorts_of(mechanism: Mechanism) -> tuple:
     return mechanism.sampling, tuple((group.clients, group.sampling_rate) for group in mechanism.groups)
 
 
-def size_classes(source: Source, batch_size: int) -> tuple[int, ...]:
-    """A few capacities for clients of unequal size: each holds about as many clients, in whole batches."""
+def size_classes(source: Source, batch_size: int, several: bool = True) -> tuple[int, ...]:
+    """A few capacities for clients of unequal size: each holds about as many clients, in whole batches.
+
+    Several are worth it where time grows with them, in the span; else what is not there is never looked at.
+    """
     if source.alike:
         return (int(source.count_K[0]),)
     whole = lambda count: int(-(-count // batch_size) * batch_size)  # noqa: E731
-    return tuple(sorted({whole(np.quantile(source.count_K, share)) for share in (0.25, 0.5, 0.75, 1.0)} - {0}))
+    shares = (0.25, 0.5, 0.75, 1.0) if several else (1.0,)
+    return tuple(sorted({whole(np.quantile(source.count_K, share)) for share in shares} - {0}))
 
 
 class Trained(NamedTuple):

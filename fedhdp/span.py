@@ -37,12 +37,13 @@ class Coordinates(NamedTuple):
     know: Callable[[Parameters, Array, Array | None], Any]  # (theta_R, x_M, gram_MM) -> what the client's models share
     enter: Callable[[Parameters, Parameters, np.ndarray, Array, Any], tuple[Parameters, Any]]  # -> held_T, known_T
     anchor: Callable[[Parameters, np.ndarray, int], Parameters]  # (theta_R, run_T, M) -> the anchors as they are held
-    batch: Callable[[Any, Any, int], Any]  # (known, first, B) -> what is known of a batch, known_B
+    batch: Callable[[Any, int, Any, int], Any]  # (known_T, T, first, B) -> what is known of a batch, known_TB
     predict: Callable[[Parameters, Any, Any, Array | None], Array]  # (held, known_B, first, key)
     sent: Callable[[Parameters, Parameters], Parameters]  # (held, theta) -> the update, in these coordinates
     norm: Callable[[Parameters, Any, Array], Array]  # (sent, shared, x_M) -> the update's norm, never too small
     add: Callable[[Array, Parameters, Array], Parameters]  # (scale_C, sent_C, x_CM) -> Σ_C scale·update, in full
     leave: Callable[[Parameters, Parameters, Parameters, np.ndarray, Array], Parameters]  # -> the personal models
+    apart: bool  # whether clients may as well be at different batches at a time
 
 
 def take(theta_R: Parameters, run_V: np.ndarray) -> Parameters:
@@ -83,20 +84,23 @@ def direct(model: Model) -> Coordinates:
     """The parameters themselves."""
 
     def enter(theta_R: Parameters, start_V: Parameters, run_V: np.ndarray, x_M: Array, shared: Any) -> Any:
-        held_T = _join(theta_R, start_V)
-        models = jax.tree.leaves(held_T)[0].shape[0]
-        return held_T, jnp.broadcast_to(x_M, (models, *x_M.shape))  # its own, so that products are batched over models
+        return _join(theta_R, start_V), x_M
+
+    def batch(x_M: Array, models: int, first: Any, size: int) -> Array:
+        x_B = jax.lax.dynamic_slice_in_dim(x_M, first, size)
+        return jnp.broadcast_to(x_B, (models, *x_B.shape))  # each has its own, so that products are batched over models
 
     return Coordinates(
         know=lambda theta_R, x_M, gram_MM: None,
         enter=enter,
         anchor=lambda theta_R, run_T, examples: take(theta_R, run_T),
-        batch=jax.lax.dynamic_slice_in_dim,
+        batch=batch,
         predict=lambda held, x_B, first, key: model.apply(held, x_B, key),
         sent=_subtract,
         norm=lambda sent, shared, x_M: jnp.sqrt(_squares(sent)),
         add=lambda scale_C, sent_C, x_CM: _sum(scale_C, sent_C),
         leave=lambda held_V, theta_R, start_V, run_V, x_M: held_V,
+        apart=True,
     )
 
 
@@ -130,8 +134,8 @@ def in_span(model: Model) -> Coordinates:
         held_T = {"A": jnp.zeros((len(run_T), examples, units)), "rest": take(theta_R["rest"], run_T)}
         return held_T if len(run_T) == runs else held_T | {"a": jnp.zeros(len(run_T))}
 
-    def batch(known: Any, first: Any, size: int) -> Any:
-        return jax.tree.map(lambda known_M: jax.lax.dynamic_slice_in_dim(known_M, first, size), known)
+    def batch(known_T: Any, models: int, first: Any, size: int) -> Any:
+        return jax.tree.map(lambda known_TM: jax.lax.dynamic_slice_in_dim(known_TM, first, size, axis=1), known_T)
 
     def predict(held: Parameters, known_B: Any, first: Any, key: Array | None) -> Array:
         from_anchor_BH, from_start_BH, gram_BM = known_B
@@ -168,7 +172,7 @@ def in_span(model: Model) -> Coordinates:
 
         return {"first": jax.tree.map(of_leaf, anchor_V, start_V["first"], learnt_V), "rest": held_V["rest"]}
 
-    return Coordinates(know, enter, anchor, batch, predict, sent, norm, add, leave)
+    return Coordinates(know, enter, anchor, batch, predict, sent, norm, add, leave, apart=False)
 
 
 @jax.custom_vjp

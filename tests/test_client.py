@@ -113,15 +113,22 @@ def test_padding_changes_no_result(model):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-def test_a_client_trains_the_same_beside_anybody():
-    model, training = mlp(12, 5, 3), LocalTraining(epochs=3, batch_size=4, learning_rate=0.1)
-    theta, personal_C, x_CM, y_CM, count_C, pull_C, key_C = clients(0, model, [2, 9, 12], (12,), 12, 3)
-    together = trained(model, training, (theta, personal_C, x_CM, y_CM, count_C, pull_C, key_C), in_span(model))
-    for i in range(3):
+@pytest.mark.parametrize("whole_batches", [False, True])
+@pytest.mark.parametrize("held_in", [in_span, direct])
+def test_a_client_trains_the_same_beside_anybody(held_in, whole_batches):
+    """Also one with few batches beside those with many, who go on without it, in whatever order they come."""
+    counts = [16, 2, 9, 12, *(1 + 7 * i % 16 for i in range(15)), 0]
+    model = mlp(12, 5, 3)
+    training = LocalTraining(epochs=3, batch_size=4, learning_rate=0.1, whole_batches=whole_batches)
+    theta, personal_C, x_CM, y_CM, count_C, pull_C, key_C = clients(0, model, counts, (12,), 16, 3)
+    made = (theta, personal_C, x_CM, y_CM, count_C, pull_C, key_C)
+    together = trained(model, training, made, held_in(model))
+    for i in range(len(counts)):
         own_C = jax.tree.map(lambda a, i=i: a[i : i + 1], personal_C)
         only = (theta, own_C, x_CM[i : i + 1], y_CM[i : i + 1], count_C[i : i + 1], pull_C[i : i + 1], key_C[i : i + 1])
-        for a, b in zip(together, trained(model, training, only, in_span(model))):
+        for a, b in zip(together, trained(model, training, only, held_in(model))):
             np.testing.assert_allclose(a[i], b[0], atol=1e-6)
+    np.testing.assert_array_equal(together[0][-1], 0.0)  # nobody's update
 
 
 def test_a_strong_pull_keeps_personal_models_at_the_global_one():

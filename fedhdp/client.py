@@ -17,6 +17,7 @@ import numpy as np
 
 from fedhdp.mechanism import require
 from fedhdp.models import Array, Model, Parameters
+from fedhdp.pace import apart, together
 from fedhdp.span import Coordinates, direct, in_span
 
 
@@ -30,11 +31,16 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decay: float = 1.0
     decay_every: int = 50
     personalise: bool = True
+    personal_epochs: int | None = None  # of the personal model, before it rests until the next round; None: as many
     whole_batches: bool = False  # leave out an epoch's last batch where it is not whole, unless it is the only one
 
     def __post_init__(self) -> None:
         require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
         require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        if self.personal_epochs is not None:
+            require(
+                1 <= self.personal_epochs <= self.epochs, "personal_epochs", self.personal_epochs, "from 1 to epochs"
+            )
         require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "finite and above 0")
         if self.personal_learning_rate is not None:
             rate = self.personal_learning_rate
@@ -46,6 +52,11 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The learning rates of the global and the personal model in this round, the first round being 0."""
         factor = self.decay ** (round // self.decay_every)
         return self.learning_rate * factor, (self.personal_learning_rate or self.learning_rate) * factor
+
+    def whole_and_rest(self, examples: int) -> tuple[int, int]:
+        """How many whole batches an epoch of this many examples has, and how many examples the last one of less."""
+        whole, rest = divmod(examples, self.batch_size)
+        return whole, 0 if self.whole_batches and whole else rest
 
     def batches(self, count_C: Array) -> Array:
         """How many batches of an epoch clients with this many examples have."""
@@ -78,19 +89,6 @@ def shuffle(key: Array, count: Array, capacity: int) -> Array:
 def orders(key_C: Array, count_C: Array, capacity: int) -> Array:
     """The order in which each client trains on its examples."""
     return jax.vmap(shuffle, in_axes=(0, 0, None))(key_C, count_C, capacity)
-
-
-FEW = 4  # batches that are worth a copy of what is known of them
-
-
-def _fewer(clients: int) -> list[int]:
-    """How many train at a time while the others get done: all, then an eighth of them less each time, or 8."""
-    return list(range(clients, 0, -max(8, -(-clients // 8))))
-
-
-def _axis(number: Any) -> int | None:
-    """Whether clients each have a number of their own."""
-    return 0 if jnp.ndim(number) else None
 
 
 class Sent(NamedTuple):
@@ -135,81 +133,53 @@ def client_updates(
     pull_CT = jnp.concatenate([jnp.zeros((len(x_CM), runs)), pull_CV], axis=1)
     batches_C = training.batches(count_C)
 
-    def known_in(first: Any, size: int, clients: int | None = None) -> Any:
-        """What is known of a batch: the same numbers for every client, or its own for each of the first ones."""
-        known = jax.tree.map(lambda known_C: known_C[:clients], known_CT)
-        batch = lambda known_T, first: held_in.batch(known_T, len(run_T), first, size)  # noqa: E731
-        return jax.vmap(batch, in_axes=(0, _axis(first)))(known, first)
+    def known(models: int, first: Any, size: int, clients: int | None = None) -> Any:
+        """What is known of a batch: the same for every client, or its own for each of the first ones."""
+        batch = lambda known_T, first: held_in.batch(known_T, models, first, size)  # noqa: E731
+        return jax.vmap(batch, in_axes=(0, _axis(first)))(_part(known_CT, slice(clients)), first)
 
-    def step(epoch: Any, first: Any, size: int, held_CT: Parameters, known_CTB: Any) -> Parameters:
-        """One batch B of the first clients; one that has no such batch or epoch rests at rate 0."""
+    def step(epoch: Any, first: Any, size: int, held_CT: Parameters, known_CTB: Any = None) -> Parameters:
+        """One batch B of the first clients' first models; a client that has no such batch rests at rate 0."""
+        clients, models = jax.tree.leaves(held_CT)[0].shape[:2]
+        if known_CTB is None:
+            known_CTB = known(models, first, size, clients)
 
         def of_client(epoch, first, held_T, known_TB, pull_T, y_M, count, batches, key):
             key = jax.random.fold_in(jax.random.fold_in(key, epoch), first)
             y_B = jax.lax.dynamic_slice_in_dim(y_M, first, size)
             real_B = jnp.ones(size, bool) if full else first + jnp.arange(size) < count
-            has = (epoch < training.epochs) & (first // training.batch_size < batches)
-            busy = 1.0 if full else jnp.where(has, 1.0, 0.0)
+            busy = 1.0 if full else jnp.where(first // training.batch_size < batches, 1.0, 0.0)
 
             def descend(held, known_B, rate, pull, anchor):
                 def f(held: Parameters) -> Array:
                     loss_B = model.loss(held_in.predict(held, known_B, first, key), y_B)
                     return jnp.sum(jnp.where(real_B, loss_B, 0.0)) / jnp.maximum(jnp.sum(real_B), 1)
 
-                if personal_CV is None:
+                if models == runs:
                     return jax.tree.map(lambda h, g: h - rate * g, held, jax.grad(f)(held))
                 return jax.tree.map(lambda h, g, a: h - rate * (g + pull * (h - a)), held, jax.grad(f)(held), anchor)
 
-            return jax.vmap(descend)(held_T, known_TB, busy * rate_T, pull_T, anchor_T)
+            rate_of, anchor_of = busy * rate_T[:models], _part(anchor_T, slice(models))
+            return jax.vmap(descend)(held_T, known_TB, rate_of, pull_T, anchor_of)
 
-        clients = jax.tree.leaves(held_CT)[0].shape[0]
-        theirs = (a_C[:clients] for a_C in (pull_CT, y_CM, count_C, batches_C, key_C))
+        theirs = (a_C[:clients] for a_C in (pull_CT[:, :models], y_CM, count_C, batches_C, key_C))
         axes = (_axis(epoch), _axis(first), *(0,) * 7)
         return jax.vmap(of_client, in_axes=axes)(epoch, first, held_CT, known_CTB, *theirs)
 
-    # Where every client has the same few batches they are cut once for all epochs, else when their turn comes.
-    whole, rest = capacity // size, 0 if training.whole_batches and capacity >= size else capacity % size
-    cuts = [(batch * size, size) for batch in range(whole)] + [(whole * size, rest)] * (rest > 0)
-    known_in_cuts = [known_in(*cut) for cut in cuts] if full and len(cuts) <= FEW else []
+    def train(held_CT: Parameters, epochs: range) -> Parameters:
+        """These epochs, of as many models of each client as are given."""
+        if not full and held_in.apart:
+            return apart(step, held_CT, epochs, size, batches_C)
+        batches, rest = training.whole_and_rest(capacity) if full else (jnp.max(batches_C), 0)
+        know = partial(known, jax.tree.leaves(held_CT)[0].shape[1])
+        return together(step, know, held_CT, epochs, size, batches, rest)
 
-    def together(number: Array, held_CT: Parameters) -> Parameters:
-        """An epoch in which every client takes the same batch at a time."""
-        for (first, many), known_CTB in zip(cuts, known_in_cuts):
-            held_CT = step(number, first, many, held_CT, known_CTB)
-        if known_in_cuts:
-            return held_CT
-        turn = lambda batch, held: step(number, batch * size, size, held, known_in(batch * size, size))  # noqa: E731
-        held_CT = jax.lax.fori_loop(0, whole if full else jnp.max(batches_C), turn, held_CT)
-        return step(number, whole * size, rest, held_CT, known_in(whole * size, rest)) if full and rest else held_CT
-
-    def apart(held_CT: Parameters) -> Parameters:
-        """All epochs, each client at its own pace: when the last ones are done, the others go on without them."""
-
-        def turn(number: Array, held_CT: Parameters) -> Parameters:
-            clients = jax.tree.leaves(held_CT)[0].shape[0]
-            each_C = jnp.maximum(batches_C[:clients], 1)
-            first_C = number % each_C * size
-            return step(number // each_C, first_C, size, held_CT, known_in(first_C, size, clients))
-
-        def turns(number: Array, held_CT: Parameters) -> Parameters:
-            """As many turns as there are epochs: a number known beforehand, and what all that are done are done after."""
-            return jax.lax.fori_loop(
-                0, training.epochs, lambda i, held: turn(number * training.epochs + i, held), held_CT
-            )
-
-        done: list[Parameters] = []
-        begun, clients = jnp.int32(0), _fewer(len(x_CM))
-        for here, left in zip(clients, [*clients[1:], 0]):
-            held_CT = jax.tree.map(lambda held_C: held_C[:here], held_CT)  # noqa: B023
-            until = jnp.maximum(begun, jnp.max(batches_C[left:]))
-            held_CT = jax.lax.fori_loop(begun, until, turns, held_CT)
-            done.insert(0, jax.tree.map(lambda held_C: held_C[left:], held_CT))  # noqa: B023
-            begun = until
-        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *done)
-
-    # In the span a batch is a part of what is trained, and cutting the same one for all is what is fast.
-    held_CT = apart(held_CT) if not full and held_in.apart else jax.lax.fori_loop(0, training.epochs, together, held_CT)
+    # Personal models may stop before the global ones.
+    all_train = training.epochs if personal_CV is None else training.personal_epochs or training.epochs
+    held_CT = train(held_CT, range(all_train))
     held_CR, held_CV = (jax.tree.map(lambda h_CT: h_CT[:, part], held_CT) for part in (slice(runs), slice(runs, None)))  # noqa: B023
+    if all_train < training.epochs:
+        held_CR = train(held_CR, range(all_train, training.epochs))
     update_CR = jax.vmap(lambda held_R: jax.vmap(held_in.sent)(held_R, theta_R))(held_CR)
     of_runs = jax.vmap(held_in.norm, in_axes=(0, None, None))
     sent = Sent(update_CR, jax.vmap(of_runs)(update_CR, shared_C, x_CM))
@@ -223,6 +193,15 @@ def updates_in_full(held_in: Coordinates, sent: Sent, x_CM: Array) -> Parameters
     """Each client's updates written out, for a client who has to send them."""
     one = lambda update_R, x_M: jax.vmap(lambda u: held_in.add(jnp.ones(1), _alone(u), x_M[None]))(update_R)  # noqa: E731
     return jax.vmap(one)(sent.update_CR, x_CM)
+
+
+def _axis(number: Any) -> int | None:
+    """Whether clients each have a number of their own."""
+    return 0 if jnp.ndim(number) else None
+
+
+def _part(parameters_C: Any, part: slice) -> Any:
+    return jax.tree.map(lambda leaf_C: leaf_C[part], parameters_C)
 
 
 def _alone(parameters: Parameters) -> Parameters:

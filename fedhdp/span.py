@@ -135,7 +135,8 @@ def in_span(model: Model) -> Coordinates:
         return held_T if len(run_T) == runs else held_T | {"a": jnp.zeros(len(run_T))}
 
     def batch(known_T: Any, models: int, first: Any, size: int) -> Any:
-        return jax.tree.map(lambda known_TM: jax.lax.dynamic_slice_in_dim(known_TM, first, size, axis=1), known_T)
+        cut = lambda known_TM: jax.lax.dynamic_slice_in_dim(known_TM[:models], first, size, axis=1)  # noqa: E731
+        return jax.tree.map(cut, known_T)
 
     def predict(held: Parameters, known_B: Any, first: Any, key: Array | None) -> Array:
         from_anchor_BH, from_start_BH, gram_BM = known_B

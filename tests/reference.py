@@ -51,10 +51,12 @@ def client_update(theta_0: Network, theta_j: Network, x: np.ndarray, y: np.ndarr
     batches = [order[i : i + training.batch_size] for i in range(0, len(order), training.batch_size)]
     if training.whole_batches and len(batches) > 1 and len(batches[-1]) < training.batch_size:
         batches = batches[:-1]
-    for _ in range(training.epochs):
+    for epoch in range(training.epochs):
         for batch in batches:
             g = gradient(theta, x[batch], y[batch])
             theta = {name: theta[name] - eta * g[name] for name in theta}
+            if epoch >= (training.personal_epochs or training.epochs):
+                continue
             g = gradient(theta_j, x[batch], y[batch])
             theta_j = {n: theta_j[n] - eta_p * (g[n] + pull * (theta_j[n] - theta_0[n])) for n in theta_j}
     return flat(theta) - flat(theta_0), theta_j

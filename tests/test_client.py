@@ -84,9 +84,11 @@ def flatten(parameters_C1):
 def test_training_in_the_span_is_training_directly(data):
     inputs, hidden, classes = data.draw(st.integers(2, 40)), data.draw(st.integers(1, 8)), data.draw(st.integers(2, 5))
     batch, epochs = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 4))
+    own_epochs = data.draw(st.none() | st.integers(1, epochs))
     counts = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=4))
     model = data.draw(st.sampled_from([mlp(inputs, hidden, classes), linear(inputs, classes)]))
-    training = LocalTraining(epochs=epochs, batch_size=batch, learning_rate=0.2, personal_learning_rate=0.1)
+    rates = {"learning_rate": 0.2, "personal_learning_rate": 0.1}
+    training = LocalTraining(epochs=epochs, batch_size=batch, personal_epochs=own_epochs, **rates)
     capacity = -(-max(counts) // batch) * batch
     made = clients(data.draw(st.integers(0, 99)), model, counts, (inputs,), capacity, classes)
     one, other = trained(model, training, made, direct(model)), trained(model, training, made, in_span(model))
@@ -113,13 +115,13 @@ def test_padding_changes_no_result(model):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.parametrize("whole_batches", [False, True])
+@pytest.mark.parametrize("otherwise", [{}, {"whole_batches": True}, {"personal_epochs": 2}], ids=str)
 @pytest.mark.parametrize("held_in", [in_span, direct])
-def test_a_client_trains_the_same_beside_anybody(held_in, whole_batches):
+def test_a_client_trains_the_same_beside_anybody(held_in, otherwise):
     """Also one with few batches beside those with many, who go on without it, in whatever order they come."""
     counts = [16, 2, 9, 12, *(1 + 7 * i % 16 for i in range(15)), 0]
     model = mlp(12, 5, 3)
-    training = LocalTraining(epochs=3, batch_size=4, learning_rate=0.1, whole_batches=whole_batches)
+    training = LocalTraining(epochs=3, batch_size=4, learning_rate=0.1, **otherwise)
     theta, personal_C, x_CM, y_CM, count_C, pull_C, key_C = clients(0, model, counts, (12,), 16, 3)
     made = (theta, personal_C, x_CM, y_CM, count_C, pull_C, key_C)
     together = trained(model, training, made, held_in(model))

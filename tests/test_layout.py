@@ -14,7 +14,7 @@ PACKAGE = ROOT / "fedhdp"
 LEVELS = [  # each may import from those above it in this list, and nothing from those below or beside it
     {"convolution", "mechanism", "population"},
     {"models"},
-    {"span"},
+    {"pace", "span"},
     {"accounting", "client", "datasets", "ledger", "metrics", "server", "theory"},
     {"algorithms", "calibration", "engine", "outcome", "tuning"},
     {"plan", "results", "rowfile", "stores"},

@@ -163,6 +163,7 @@ def test_an_unknown_table_or_row_is_refused_in_one_line_that_lists_what_there_is
         (["--data", "tff"], "--data must be one of auto, mnist, handwriting for this table, got 'tff'"),
         (["--data", "mnist"], "mnist is not in the data directory"),
         (["--rounds", "0"], "0 is not in the range x>=1"),
+        (["--personal-epochs", "26"], "personal_epochs must be from 1 to epochs, got 26"),
         (["--render"], "holds no finished part of noniid-mnist"),
     ],
 )
@@ -320,6 +321,15 @@ def test_rows_of_every_kind_run(name, rows, shown, toy, tmp_path, monkeypatch, c
     printed = capsys.readouterr().out
     assert "one seed: no intervals" in printed
     assert shown in printed
+
+
+def test_personal_models_of_fewer_epochs_are_said_and_not_mixed_with_others(toy, tmp_path, monkeypatch, capsys):
+    words = ("noniid-mnist", "--rows", "dp-fedavg", "--rounds", 1, "--out", tmp_path / "out")
+    assert command(monkeypatch, *words, "--personal-epochs", 1) == 0
+    assert "personal models train for 1 of a round's epochs" in capsys.readouterr().out
+    assert "--personal-epochs 1" in (tmp_path / "out" / "table.md").read_text()
+    assert command(monkeypatch, *words, "--pulls", 0.1) == 2
+    assert "training differ" in capsys.readouterr().err
 
 
 def test_a_part_that_was_asked_to_stop_before_it_began_can_be_begun_again(tmp_path):

@@ -63,9 +63,11 @@ def test_the_engine_agrees_with_plain_loops_where_clients_are_alike():
 
 
 @pytest.mark.parametrize("sizes", [[7] * 19, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6]])
-def test_the_engine_agrees_with_plain_loops_where_only_whole_batches_count(sizes):
-    training = replace(TRAINING, whole_batches=True)
-    agree(tiny_population(sizes), MECHANISMS["two levels, the paper's"], training)
+@pytest.mark.parametrize(
+    "otherwise", [{"whole_batches": True}, {"personal_epochs": 1}], ids=lambda given: next(iter(given))
+)
+def test_the_engine_agrees_with_plain_loops_where_clients_train_otherwise(sizes, otherwise):
+    agree(tiny_population(sizes), MECHANISMS["two levels, the paper's"], replace(TRAINING, **otherwise))
 
 
 def agree(population: Population, mechanism: Mechanism, training: LocalTraining = TRAINING) -> None:

@@ -40,6 +40,13 @@ def reproduce(
         Literal["whole", "all"],
         typer.Option(help="whole: clients leave out an epoch's last, partial batch, which comes nearest to the paper."),
     ] = "whole",
+    personal_epochs: Annotated[
+        int | None,
+        typer.Option(
+            help="Epochs of a round for personal models; default as many as for the global one, as the algorithm has it.",
+            min=1,
+        ),
+    ] = None,
     pulls: Annotated[str, typer.Option(help="Which pulls λ, comma-separated.")] = "0.005,0.05,0.25",
     rounds: Annotated[int | None, typer.Option(help="Rounds to train; default the paper's 500.", min=1)] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the table; default runs/paper/TABLE.")] = None,
@@ -67,8 +74,8 @@ def reproduce(
     folder = out or Path("runs") / "paper" / name
     errors = Console(stderr=True, highlight=False, markup=False)
     if not render:
-        command = _command(name, seeds, rows, data, sampling, rounds, batches, pulls)
-        asked = (rows, data, sampling, rounds, _seeds(seeds), _pulls(pulls), batches)
+        command = _command(name, seeds, rows, data, sampling, rounds, batches, pulls, personal_epochs)
+        asked = (rows, data, sampling, rounds, _seeds(seeds), _pulls(pulls), batches, personal_epochs)
         _run(parts(name, *asked), folder, command, out, errors)
     found = compare(folder, name)
     write(folder, found)
@@ -110,6 +117,7 @@ def _command(
     rounds: int | None,
     batches: str = "whole",
     pulls: str = "0.005,0.05,0.25",
+    personal_epochs: int | None = None,
     out: Path | None = None,
 ) -> str:
     """The command that was given, as it can be typed again."""
@@ -119,6 +127,7 @@ def _command(
         "--data": data if data != "auto" else None,
         "--sampling": sampling,
         "--batches": batches if batches != "whole" else None,
+        "--personal-epochs": personal_epochs,
         "--pulls": pulls if pulls != "0.005,0.05,0.25" else None,
         "--rounds": rounds,
         "--out": out,

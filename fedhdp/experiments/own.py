@@ -114,6 +114,7 @@ def parts(
     seeds: range = range(1),
     pulls: tuple[float, ...] = PULLS,
     batches: Batches = "whole",
+    personal_epochs: int | None = None,
 ) -> list[Part]:
     """All that is run for a table: the rows that are asked for, or the paper's and ours, seed by seed."""
     rows, own = rows_of(name, asked)
@@ -127,7 +128,8 @@ def parts(
             levels = name == "levels"
             made = levels_part(one, chosen, sampling or "poisson", length, seed) if levels else None
             found.append(Part(seed, one, made or own_part(one, chosen, length, seed)))
-    return [part._replace(experiment=paper.with_batches(part.experiment, batches)) for part in found]
+    trained = lambda part: paper.with_training(part.experiment, batches, personal_epochs)  # noqa: E731
+    return [part._replace(experiment=trained(part)) for part in found]
 
 
 def rows_of(name: str, asked: str | None) -> tuple[list[Row], list[str]]:

@@ -226,6 +226,10 @@ def _notes(runs: list[Run], lines: Iterable[Line], table: PaperTable | None) -> 
         found.append(
             "an epoch's last batch is left out where it is not whole; the paper does not say (--batches all trains on it)"
         )
+    for epochs in sorted({run.experiment.training.personal_epochs or 0 for run in runs} - {0}):
+        found.append(
+            f"personal models train for {epochs} of a round's epochs, where the algorithm has them train for all"
+        )
     if any(line.key.weight == 0 for line in lines):
         found.append(
             "r=0: the paper gives private clients no personal models there, so theirs are its global ones; ours have"

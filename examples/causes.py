@@ -158,18 +158,21 @@ def main() -> None:
     parser.add_argument("--skewed", action="store_true", help="those who opted out all hold a 7")
     parser.add_argument("--read", default="late", help="what to make of a run's evaluations: late, last, best")
     given = parser.parse_args()
+    only, reads = ([word.strip() for word in text.split(",")] for text in (given.only, given.read))
+    for word, known in [(word, CHOICES) for word in only] + [(word, READ) for word in reads]:
+        if word not in known:
+            parser.error(f"no {word!r}; there are {', '.join(known)}")
     print("| choice | non-private | DP-FedAvg | r = 0.025 | r = 0.1 |")
     print("| --- | ---: | ---: | ---: | ---: |")
-    for name in given.only.split(","):
-        chosen = CHOICES[name.strip()]
-        runs = [accuracies(chosen, seed, given.skewed, given.rounds) for seed in range(given.seeds)]
-        for read in given.read.split(","):
+    for name in only:
+        runs = [accuracies(CHOICES[name], seed, given.skewed, given.rounds) for seed in range(given.seeds)]
+        for read in reads:
             found = np.array([READ[read](run) for run in runs])
             errors = found.std(axis=0, ddof=1) / len(found) ** 0.5 if len(found) > 1 else np.full(4, np.nan)
             cells = [
                 f"{mean:.2f}" + ("" if np.isnan(e) else f" ±{e:.2f}") for mean, e in zip(found.mean(axis=0), errors)
             ]
-            shown = name.strip() if given.read == "late" else f"{name.strip()}, {read}"
+            shown = name if reads == ["late"] else f"{name}, {read}"
             print(f"| {shown} | " + " | ".join(cells) + " |", flush=True)
 
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from fedhdp.mechanism import require
-from fedhdp.models import Array, Model, Parameters
+from fedhdp.models import Array, Model, Parameters, take
 from fedhdp.pace import apart, together
 from fedhdp.span import Coordinates, direct, in_span
 
@@ -136,7 +136,7 @@ def client_updates(
     def known(models: int, first: Any, size: int, clients: int | None = None) -> Any:
         """What is known of a batch: the same for every client, or its own for each of the first ones."""
         batch = lambda known_T, first: held_in.batch(known_T, models, first, size)  # noqa: E731
-        return jax.vmap(batch, in_axes=(0, _axis(first)))(_part(known_CT, slice(clients)), first)
+        return jax.vmap(batch, in_axes=(0, _axis(first)))(take(known_CT, slice(clients)), first)
 
     def step(epoch: Any, first: Any, size: int, held_CT: Parameters, known_CTB: Any = None) -> Parameters:
         """One batch B of the first clients' first models; a client that has no such batch rests at rate 0."""
@@ -159,7 +159,7 @@ def client_updates(
                     return jax.tree.map(lambda h, g: h - rate * g, held, jax.grad(f)(held))
                 return jax.tree.map(lambda h, g, a: h - rate * (g + pull * (h - a)), held, jax.grad(f)(held), anchor)
 
-            rate_of, anchor_of = busy * rate_T[:models], _part(anchor_T, slice(models))
+            rate_of, anchor_of = busy * rate_T[:models], take(anchor_T, slice(models))
             return jax.vmap(descend)(held_T, known_TB, rate_of, pull_T, anchor_of)
 
         theirs = (a_C[:clients] for a_C in (pull_CT[:, :models], y_CM, count_C, batches_C, key_C))
@@ -198,10 +198,6 @@ def updates_in_full(held_in: Coordinates, sent: Sent, x_CM: Array) -> Parameters
 def _axis(number: Any) -> int | None:
     """Whether clients each have a number of their own."""
     return 0 if jnp.ndim(number) else None
-
-
-def _part(parameters_C: Any, part: slice) -> Any:
-    return jax.tree.map(lambda leaf_C: leaf_C[part], parameters_C)
 
 
 def _alone(parameters: Parameters) -> Parameters:

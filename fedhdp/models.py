@@ -30,6 +30,11 @@ Parameters = Any  # any pytree of float arrays
 Array = jax.Array
 
 
+def take(parameters_C: Parameters, which: Any) -> Parameters:
+    """Some of many parameters that are stacked, by their numbers or as a slice."""
+    return jax.tree.map(lambda leaf_C: leaf_C[which], parameters_C)
+
+
 @jax.custom_jvp
 def cross_entropy(logits_NC: Array, label_N: Array) -> Array:
     """The loss of each example against its label."""

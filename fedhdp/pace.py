@@ -10,12 +10,11 @@ Axis letters: C clients.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fedhdp.models import Array, Parameters
+from fedhdp.models import Array, Parameters, take
 
 FEW = 4  # batches that are worth a copy of what is known of them
 Step = Callable[..., Parameters]
@@ -62,20 +61,16 @@ def apart(step: Step, held_C: Parameters, epochs: range, size: int, batches_C: A
         return jax.lax.fori_loop(first, first + len(epochs), turn, held_C)
 
     done: list[Parameters] = []
-    begun, clients = jnp.int32(0), fewer(len(batches_C))
+    begun, clients = jnp.int32(0), _fewer(len(batches_C))
     for here, left in zip(clients, [*clients[1:], 0]):
-        held_C = _part(held_C, slice(here))
+        held_C = take(held_C, slice(here))
         until = jnp.maximum(begun, jnp.max(batches_C[left:]))
         held_C = jax.lax.fori_loop(begun, until, turns, held_C)
-        done.insert(0, _part(held_C, slice(left, None)))
+        done.insert(0, take(held_C, slice(left, None)))
         begun = until
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *done)
 
 
-def fewer(clients: int) -> list[int]:
+def _fewer(clients: int) -> list[int]:
     """How many train at a time while others get done: all, then an eighth of them less each time, or 8."""
     return list(range(clients, 0, -max(8, -(-clients // 8))))
-
-
-def _part(held_C: Any, part: slice) -> Any:
-    return jax.tree.map(lambda leaf_C: leaf_C[part], held_C)

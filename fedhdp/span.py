@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedhdp.models import Array, Model, Parameters, turned
+from fedhdp.models import Array, Model, Parameters, take, turned
 
 EXACT = jax.lax.Precision.HIGHEST  # what a norm rests on is not rounded to fewer digits
 
@@ -44,11 +44,6 @@ class Coordinates(NamedTuple):
     add: Callable[[Array, Parameters, Array], Parameters]  # (scale_C, sent_C, x_CM) -> Σ_C scale·update, in full
     leave: Callable[[Parameters, Parameters, Parameters, np.ndarray, Array], Parameters]  # -> the personal models
     apart: bool  # whether clients may as well be at different batches at a time
-
-
-def take(theta_R: Parameters, run_V: np.ndarray) -> Parameters:
-    """The global model of each personal one."""
-    return jax.tree.map(lambda a_R: a_R[run_V], theta_R)
 
 
 def _join(*parts: Parameters | None) -> Parameters:

@@ -98,3 +98,23 @@ def test_the_readmes_python_runs_as_it_stands(capsys):
         {},
     )
     assert "FedHDP" in capsys.readouterr().out
+
+
+def commands(command, *words: str):
+    """Every command of the command line, with the words that call it."""
+    if not hasattr(command, "commands"):
+        yield words, command
+    for name, one in getattr(command, "commands", {}).items():
+        yield from commands(one, *words, name)
+
+
+def test_every_command_says_what_it_does_and_what_each_of_its_words_means():
+    import typer.main
+
+    from fedhdp.cli import app
+
+    found = list(commands(typer.main.get_command(app)))
+    assert len(found) > 10
+    for words, command in found:
+        assert command.help, words
+        assert [one.name for one in command.params if not one.help] == [], words

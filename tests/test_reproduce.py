@@ -18,7 +18,7 @@ from fedhdp.accounting import epsilon_of
 from fedhdp.calibration import noise_multiplier_for
 from fedhdp.cli import main
 from fedhdp.experiments import own, paper, reproducing
-from fedhdp.experiments.paper import TABLES, Part, Row
+from fedhdp.experiments.paper import TABLES, Options, Part, Row
 from fedhdp.experiments.run import Interrupted
 from fedhdp.experiments.spec import Femnist, Handwriting, Mlp, Mnist, from_toml, to_toml
 from fedhdp.outcome import GroupResult, Summary, VariantResult
@@ -61,8 +61,9 @@ def toy(monkeypatch):
     """The command line with every part at toy size and three rounds unless told otherwise."""
     whole = own.parts
 
-    def parts(name, rows, data, sampling, rounds, *others):
-        return [small(part) for part in whole(name, rows, data, sampling, rounds or 3, *others)]
+    def parts(name, rows, seeds, options):
+        options = options._replace(rounds=3) if options.rounds == paper.ROUNDS else options
+        return [small(part) for part in whole(name, rows, seeds, options)]
 
     monkeypatch.setattr(own, "parts", parts)
 
@@ -332,8 +333,21 @@ def test_personal_models_of_fewer_epochs_are_said_and_not_mixed_with_others(toy,
     assert "training differ" in capsys.readouterr().err
 
 
+def test_noise_from_a_seed_comes_out_the_same_again_and_is_each_seeds_own(toy, tmp_path, monkeypatch, capsys):
+    words = ("noniid-mnist", "--rows", "dp-fedavg", "--pulls", 0.05, "--seeds", 2)
+    for folder in ("one", "again"):
+        assert command(monkeypatch, *words, "--noise-seed", 5, "--out", tmp_path / folder) == 0
+        assert "the noise came from a given seed: repeatable, and therefore not private" in capsys.readouterr().out
+    assert "--noise-seed 5" in (tmp_path / "one" / "table.md").read_text()
+    assert (tmp_path / "one" / "table.csv").read_text() == (tmp_path / "again" / "table.csv").read_text()
+    written = [from_toml(path.read_text(), "x").noise_seed for path in sorted(tmp_path.glob("one/*/*/experiment.toml"))]
+    assert written == [5, 6]
+    assert command(monkeypatch, *words, "--seeds", 3, "--out", tmp_path / "one") == 2
+    assert "noise_seed differ" in capsys.readouterr().err
+
+
 def test_a_part_that_was_asked_to_stop_before_it_began_can_be_begun_again(tmp_path):
-    part = small(own.parts("noniid-mnist", "fedhdp:0.01", rounds=2)[0])
+    part = small(own.parts("noniid-mnist", "fedhdp:0.01", options=Options(rounds=2))[0])
     with pytest.raises(Interrupted):
         reproducing.run_part(part, tmp_path, lambda progress: False, "")
     reproducing.run_part(part, tmp_path, lambda progress: True, "the command")
@@ -347,7 +361,7 @@ def test_a_part_that_was_asked_to_stop_before_it_began_can_be_begun_again(tmp_pa
 
 def made_up(out: Path, table: str, seeds: int = 3, rows: str | None = None, shift=lambda row, seed: 0.0) -> Path:
     """A folder with the paper's own numbers, each moved by so many points for a row and a seed."""
-    for part in own.parts(table, rows, "handwriting", seeds=range(seeds)):
+    for part in own.parts(table, rows, range(seeds), Options("handwriting")):
         chosen, variants = part.experiment, []
         promised = chosen.mechanism.mechanism(chosen.rounds, chosen.delta)
         for variant in chosen.variants:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 def reproduce(
+    context: typer.Context,
     name: Annotated[
         str, typer.Argument(metavar="TABLE", help="noniid-mnist, skewed-mnist, fmnist, femnist, or levels (ours).")
     ],
@@ -48,7 +49,10 @@ def reproduce(
         ),
     ] = None,
     pulls: Annotated[str, typer.Option(help="Which pulls λ, comma-separated.")] = "0.005,0.05,0.25",
-    rounds: Annotated[int | None, typer.Option(help="Rounds to train; default the paper's 500.", min=1)] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds to train.", min=1)] = 500,
+    noise_seed: Annotated[
+        int | None, typer.Option(help="Seed of the noise: repeatable, and therefore not private; seed K adds K to it.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the table; default runs/paper/TABLE.")] = None,
     render: Annotated[bool, typer.Option("--render", help="Run nothing: draw the table of what is there.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
@@ -64,9 +68,12 @@ def reproduce(
 
     `fedhdp reproduce fmnist --rows dp-fedavg,fedhdp:0.01 --sampling poisson --out runs/fmnist`
 
+    `fedhdp reproduce skewed-mnist --noise-seed 1` (comes out the same again)
+
     `fedhdp reproduce noniid-mnist --render --json`
     """
     from fedhdp.experiments.own import parts, rows_of
+    from fedhdp.experiments.paper import Options
     from fedhdp.report.paper_files import write
     from fedhdp.report.paper_tables import compare
 
@@ -74,9 +81,8 @@ def reproduce(
     folder = out or Path("runs") / "paper" / name
     errors = Console(stderr=True, highlight=False, markup=False)
     if not render:
-        command = _command(name, seeds, rows, data, sampling, rounds, batches, pulls, personal_epochs)
-        asked = (rows, data, sampling, rounds, _seeds(seeds), _pulls(pulls), batches, personal_epochs)
-        _run(parts(name, *asked), folder, command, out, errors)
+        options = Options(data, sampling, batches, personal_epochs, _pulls(pulls), rounds, noise_seed)
+        _run(parts(name, rows, _seeds(seeds), options), folder, _command(context), out, errors)
     found = compare(folder, name)
     write(folder, found)
     print_json(found) if json else _print(found)
@@ -108,32 +114,16 @@ def _pulls(text: str) -> tuple[float, ...]:
     return found
 
 
-def _command(
-    name: str,
-    seeds: str,
-    rows: str | None,
-    data: str,
-    sampling: str | None,
-    rounds: int | None,
-    batches: str = "whole",
-    pulls: str = "0.005,0.05,0.25",
-    personal_epochs: int | None = None,
-    out: Path | None = None,
-) -> str:
-    """The command that was given, as it can be typed again."""
-    given = {
-        "--seeds": seeds if seeds != "1" else None,
-        "--rows": rows,
-        "--data": data if data != "auto" else None,
-        "--sampling": sampling,
-        "--batches": batches if batches != "whole" else None,
-        "--personal-epochs": personal_epochs,
-        "--pulls": pulls if pulls != "0.005,0.05,0.25" else None,
-        "--rounds": rounds,
-        "--out": out,
-    }
-    words = [word for option, value in given.items() if value is not None for word in (option, str(value))]
-    return shlex.join(["fedhdp", "reproduce", name, *words])
+def _command(context: typer.Context) -> str:
+    """The command that was given, as it can be typed again; where its results went is said beside it."""
+    table, *options = context.command.params
+    words = [str(context.params[table.name or ""])]
+    for option in options:
+        name = option.name or ""
+        given = context.get_parameter_source(name)
+        if given is not None and given.name == "COMMANDLINE" and name not in ("out", "json"):
+            words += [option.opts[0], str(context.params[name])]
+    return shlex.join(["fedhdp", "reproduce", *words])
 
 
 def _run(parts: list[Part], folder: Path, command: str, out: Path | None, errors: Console) -> None:

@@ -7,12 +7,13 @@ compute them anew.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from fedhdp.experiments import paper
-from fedhdp.experiments.paper import AVERAGED, PULLS, ROUNDS, Batches, Part, Row, Sampling
+from fedhdp.experiments.paper import AVERAGED, PULLS, ROUNDS, Options, Part, Row, Sampling
 from fedhdp.experiments.quickstart import OPTED_OUT, PRIVATE
 from fedhdp.experiments.spec import Data, Experiment, Variant, WantedGroup, WantedMechanism
 from fedhdp.mechanism import AdaptiveClip, Mechanism
@@ -106,30 +107,25 @@ def levels_part(name: str, data: Data, sampling: Sampling, rounds: int = ROUNDS,
 
 
 def parts(
-    name: str,
-    asked: str | None = None,
-    data: str = "auto",
-    sampling: Sampling | None = None,
-    rounds: int | None = None,
-    seeds: range = range(1),
-    pulls: tuple[float, ...] = PULLS,
-    batches: Batches = "whole",
-    personal_epochs: int | None = None,
+    name: str, asked: str | None = None, seeds: Iterable[int] = (0,), options: Options | None = None
 ) -> list[Part]:
     """All that is run for a table: the rows that are asked for, or the paper's and ours, seed by seed."""
+    options = options or Options()
     rows, own = rows_of(name, asked)
-    chosen = paper.choose_data(paper.TABLES[BASE if name == "levels" else name].choices, data)
-    length, found = rounds or ROUNDS, []
+    data = paper.choose_data(paper.TABLES[BASE if name == "levels" else name].choices, options.data)
+    rounds, found = options.rounds, []
     for seed in seeds:
         if rows:
-            part = paper.paper_part(name, rows, chosen, sampling or "fixed", pulls, rounds=length, seed=seed)
+            sampling = options.sampling or "fixed"
+            part = paper.paper_part(name, rows, data, sampling, options.pulls, rounds=rounds, seed=seed)
             found.append(Part(seed, "paper", part))
         for one in own:
-            levels = name == "levels"
-            made = levels_part(one, chosen, sampling or "poisson", length, seed) if levels else None
-            found.append(Part(seed, one, made or own_part(one, chosen, length, seed)))
-    trained = lambda part: paper.with_training(part.experiment, batches, personal_epochs)  # noqa: E731
-    return [part._replace(experiment=trained(part)) for part in found]
+            if name == "levels":
+                part = levels_part(one, data, options.sampling or "poisson", rounds, seed)
+            else:
+                part = own_part(one, data, rounds, seed)
+            found.append(Part(seed, one, part))
+    return [part._replace(experiment=paper.as_asked(part.experiment, options)) for part in found]
 
 
 def rows_of(name: str, asked: str | None) -> tuple[list[Row], list[str]]:

@@ -90,6 +90,18 @@ class PaperTable(NamedTuple):
     model: ModelChoice = Mlp()
 
 
+class Options(NamedTuple):
+    """How a table is run, its rows and seeds apart."""
+
+    data: str = "auto"
+    sampling: Sampling | None = None  # None: fixed for the paper's rows, Poisson for ours
+    batches: Batches = "whole"
+    personal_epochs: int | None = None  # None: all of a round's
+    pulls: tuple[float, ...] = PULLS
+    rounds: int = ROUNDS
+    noise_seed: int | None = None  # of seed 0; None: noise from the operating system's entropy
+
+
 class Part(NamedTuple):
     """An experiment of one seed."""
 
@@ -232,13 +244,15 @@ def experiment(
     return Experiment(name=f"{name}/{part}", training=table.training, **fixed, **chosen)  # type: ignore[arg-type]
 
 
-def with_training(experiment: Experiment, batches: Batches, personal_epochs: int | None = None) -> Experiment:
-    """The experiment where clients leave out an epoch's last, partial batch, or train on all; the paper does not say.
+def as_asked(experiment: Experiment, options: Options) -> Experiment:
+    """The experiment with what holds for all parts of a table.
 
-    And where personal models train for fewer epochs than global ones, as the paper's numbers of non-IID MNIST look.
+    Clients leave out an epoch's last, partial batch, or train on all: the paper does not say. Personal models may train
+    for fewer epochs than global ones, as the paper's numbers of non-IID MNIST look.
     """
-    chosen = {"whole_batches": batches == "whole", "personal_epochs": personal_epochs}
-    return replace(experiment, training=replace(experiment.training, **chosen))
+    chosen = {"whole_batches": options.batches == "whole", "personal_epochs": options.personal_epochs}
+    noise_seed = None if options.noise_seed is None else options.noise_seed + experiment.seed
+    return replace(experiment, training=replace(experiment.training, **chosen), noise_seed=noise_seed)
 
 
 def paper_part(

@@ -83,7 +83,8 @@ def _bars(ax: Any, told: dict[str, Any]) -> None:
         style = {"color": "black"} if name in OURS else {"facecolor": "white", "edgecolor": "black", "hatch": "///"}
         ax.barh(place, each["median"], **style)
         ax.plot([each["min"], each["max"]], [place + 0.32] * 2, color="grey", linewidth=3)
-        ax.text(max(each["median"], each["max"]) * 1.1, place, f"{each['median']:.3g} s", va="center")
+        written = {"va": "center", "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}}
+        ax.text(max(each["median"], each["max"]) * 1.1, place, f"{each['median']:.3g} s", **written)
     floor = told["naive_at_peak"]
     ax.axvline(floor, color="black", linestyle="--", linewidth=1)
     ax.annotate(

@@ -14,6 +14,7 @@ from rich.progress import Progress as Bars
 from fedhdp.experiments.run import Progress
 
 PLAIN_SECONDS = 10.0
+NOTE_SECONDS = 0.5  # in a terminal: how old a note may be, since epsilons take time to compute
 
 
 class ProgressDisplay:
@@ -34,6 +35,7 @@ class ProgressDisplay:
         self.tasks: dict[str, TaskID] = {}
         self.said = self.begun = time.monotonic()
         self.first_round = 0
+        self.note, self.noted = "", 0.0
 
     def __enter__(self) -> ProgressDisplay:
         self.before = signal.signal(signal.SIGINT, self._interrupted)
@@ -64,18 +66,18 @@ class ProgressDisplay:
         speed = (
             f"{rate:.1f} rounds/s" if progress.round > self.first_round else "preparing" if not progress.round else ""
         )
-        self.bars.update(self.tasks[progress.variant], completed=progress.round, rate=speed, note=_note(progress))
-        if (
-            not self.live
-            and progress.round
-            and (time.monotonic() - self.said > PLAIN_SECONDS or progress.round == progress.rounds)
-        ):
-            self.said = time.monotonic()
-            left = f"{(progress.rounds - progress.round) / rate:.0f} s left" if rate > 0 else ""
+        now, ended = time.monotonic(), progress.round == progress.rounds
+        if self.live:
+            if ended or now - self.noted > NOTE_SECONDS:
+                self.note, self.noted = _note(progress), now
+            self.bars.update(self.tasks[progress.variant], completed=progress.round, rate=speed, note=self.note)
+        elif progress.round and (ended or now - self.said > PLAIN_SECONDS):
+            self.said = now
+            left = f"{(progress.rounds - progress.round) / rate:.0f} s left" if rate > 0 and not ended else ""
             place = (
                 f"[{progress.number}/{progress.variants}] {progress.variant}: round {progress.round}/{progress.rounds}"
             )
-            words = [place, speed, left if progress.round < progress.rounds else "", _note(progress)]
+            words = [place, speed, left, _note(progress)]
             self.console.print(", ".join(word for word in words if word), highlight=False, markup=False, soft_wrap=True)
         return not self.stop
 
@@ -83,7 +85,7 @@ class ProgressDisplay:
 def _note(progress: Progress) -> str:
     seen = sorted({f"{100 * accuracy:.1f}" for accuracy in progress.accuracies}, key=float)
     parts = [f"accuracy {'–'.join(dict.fromkeys((seen[0], seen[-1])))}%"] if seen else []
-    for name, epsilon in progress.epsilon.items():
+    for name, epsilon in progress.epsilon().items():
         parts.append(f"ε {name} {'∞' if math.isinf(epsilon) else f'{epsilon:.2f}'}")
-    parts += [f"{name} has {left:.0f} rounds left" for name, left in progress.left.items() if left < math.inf]
+    parts += [f"{name} has {left:.0f} rounds left" for name, left in progress.left().items() if left < math.inf]
     return ", ".join(parts)

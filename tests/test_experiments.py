@@ -16,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from fedhdp import outcome, results
-from fedhdp.accounting import compose, fits
+from fedhdp.accounting import compose, fits, spends
 from fedhdp.experiments import EXPERIMENTS
 from fedhdp.experiments.run import Interrupted, Progress, resume, run
 from fedhdp.experiments.spec import Experiment, LifetimeBudget, from_toml, to_toml
@@ -120,6 +120,19 @@ def test_a_wanted_epsilon_is_kept(whole):
     assert private.noise_multiplier > 0
 
 
+def test_what_a_watcher_is_told_is_what_the_rounds_so_far_have_cost(tmp_path):
+    experiment = tiny(variants=tiny().variants[1:], evaluate_every=5)
+    told = {}
+    run(experiment, tmp_path / "run", lambda progress: told.update({progress.round: progress.epsilon()}) or True)
+    mechanism = experiment.mechanism.mechanism(experiment.rounds, experiment.delta)
+    mechanism = experiment.variants[0].mechanism(mechanism)
+    assert told.pop(0) == {}
+    assert list(told) == list(range(1, 13))
+    for rounds, epsilon in told.items():
+        assert epsilon["private"] == compose([spends(mechanism, rounds)["private"]], experiment.delta)
+    assert told[1]["private"] < told[4]["private"] < told[12]["private"]
+
+
 def test_a_run_killed_at_any_moment_goes_on_to_the_same_end_to_the_bit(whole, tmp_path):
     folder = tmp_path / "killed"
     process = subprocess.Popen([*FEDHDP, "run", str(TINY), "--out", str(folder)], stderr=subprocess.DEVNULL)
@@ -211,7 +224,7 @@ def test_a_budget_stops_a_run_before_the_round_that_would_pass_it_and_its_result
     budget = LifetimeBudget(5.0, 1e-4)
     experiment = tiny(ledger=str(path), budgets={"private": budget}, variants=tiny().variants[1:])
     left = []
-    summary = run(experiment, tmp_path / "run", lambda progress: left.append(progress.left.get("private")) or True)
+    summary = run(experiment, tmp_path / "run", lambda progress: left.append(progress.left().get("private")) or True)
     variant = summary.variants[0]
     assert 0 < variant.rounds < 12
     assert "would pass the budget of 'private', epsilon 5" in variant.stopped

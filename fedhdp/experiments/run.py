@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -35,10 +35,9 @@ class Progress(NamedTuple):
     round: int
     rounds: int
     accuracies: tuple[float, ...] = ()  # of each variant on the server's test set, as last evaluated
-    epsilon: Mapping[str, float] = MappingProxyType({})  # of each group, as last evaluated; empty where it is not known
-    left: Mapping[str, float] = MappingProxyType(
-        {}
-    )  # rounds that a group's budget still allows; empty without a ledger
+    # Of each group, priced when it is asked for: its epsilon after this round, and the rounds that its budget still allows.
+    epsilon: Callable[[], dict[str, float]] = dict  # empty where it is not known
+    left: Callable[[], dict[str, float]] = dict  # empty without a ledger
 
 
 class Interrupted(Exception):
@@ -144,8 +143,7 @@ def _run_batch(
     watch(Progress(*place, 0, experiment.rounds))
     state, histories, seconds_before = _go_on(simulation, parts)
     payers = _payers(experiment, variants, simulation, ledger, run_id, state.round)
-    epsilon, left, stopped = _priced(payers, state.round), payers[0].rounds_left(), None
-    kept, pause = begun, experiment.checkpoint_seconds
+    kept, pause, stopped = begun, experiment.checkpoint_seconds, None
 
     def evaluate(state: State) -> None:
         for part, history, rows in zip(parts, histories, simulation.evaluate(state)):
@@ -164,9 +162,9 @@ def _run_batch(
             previous.block_until_ready()  # one round ahead at most: progress is what is done, not what is asked for
         if state.round % experiment.evaluate_every == 0 or state.round == experiment.rounds:
             evaluate(state)
-            epsilon, left = _priced(payers, state.round), payers[0].rounds_left()
         latest = tuple(value for value in map(_latest, histories) if value is not None)
-        go_on = watch(Progress(*place, state.round, experiment.rounds, latest, epsilon, left))
+        epsilon = partial(_priced, payers, state.round)
+        go_on = watch(Progress(*place, state.round, experiment.rounds, latest, epsilon, payers[0].rounds_left))
         now = time.monotonic()
         if not go_on or now - kept >= pause:
             seconds_so_far = np.array(seconds_before + now - begun)

@@ -69,6 +69,9 @@ def trainer(context):
         with open(Path(context.node_config["directory"]) / "rounds", "a") as heard:
             heard.write(f"{round}\\n")
         time.sleep(context.node_config.get("slow", 0))
+        gate = context.node_config.get("gate")
+        while gate and not Path(gate).exists():
+            time.sleep(0.1)
         step = float("nan") if context.node_config.get("rubbish") else 0.5
         return {"w": parameters["w"] + step}, {"w": personal["w"] + 0.25}
 
@@ -141,19 +144,23 @@ def test_a_round_outlives_clients_that_die_come_late_restart_and_send_rubbish(tm
         victim = site.node("victim", wait=False, privacy="open", slow=60)
         vandal = site.node("vandal", wait=False, privacy="open", rubbish=True)
         steady = site.node("steady", privacy="strict")
-        run = site.submit(least_clients=3, rounds=4)
+        run = site.submit(least_clients=3, rounds=6)
         fleet.wait_until(lambda: heard(victim), 90, "the victim to begin")
         fleet.stop("victim", signal.SIGKILL)
-        late = site.node("late")  # and does not say what it wants
+        gate = tmp_path / "gate"  # rounds take their time until the other client is back
+        late = site.node("late", gate=str(gate))  # and does not say what it wants
         fleet.wait_until(lambda: (steady / "personal.npz").exists() and site.rounds_done() >= 1, 90, "the first round")
         fleet.stop("steady", signal.SIGTERM)
         before = results.read_arrays(steady / "personal.npz")["w"]
         identity = (steady / "identity").read_text()
+        so_far = len(heard(steady))
         site.node("steady", privacy="strict")
+        fleet.wait_until(lambda: len(heard(steady)) > so_far, 120, "the one that was restarted to be asked again")
+        gate.touch()
         (variant,) = site.summary(run).variants
 
-    assert variant.rounds == 4
-    assert site.charged() == 4
+    assert variant.rounds == 6
+    assert site.charged() == 6
     assert sorted(site.registered()) == ["open", "open", "strict", "strict"]
     refused = {group.name: group.refused for group in variant.groups}
     assert refused["open"] == len(heard(vandal)) > 0

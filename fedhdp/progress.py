@@ -35,7 +35,7 @@ class ProgressDisplay:
         self.tasks: dict[str, TaskID] = {}
         self.said = self.begun = time.monotonic()
         self.first_round = 0
-        self.note, self.noted = "", 0.0
+        self.note, self.noted = "", -math.inf
 
     def __enter__(self) -> ProgressDisplay:
         self.before = signal.signal(signal.SIGINT, self._interrupted)
@@ -59,7 +59,7 @@ class ProgressDisplay:
         if progress.variant not in self.tasks:
             task = self.bars.add_task(progress.variant, total=progress.rounds, rate="", note="")
             self.tasks[progress.variant] = task
-            self.first_round = 0
+            self.first_round, self.noted = 0, -math.inf
         if not self.first_round:  # the first round compiles: it is not counted
             self.begun, self.first_round = time.monotonic(), progress.round
         rate = (progress.round - self.first_round) / max(time.monotonic() - self.begun, 1e-9)

@@ -69,8 +69,8 @@ def trainer(context):
         with open(Path(context.node_config["directory"]) / "rounds", "a") as heard:
             heard.write(f"{round}\\n")
         time.sleep(context.node_config.get("slow", 0))
-        gate = context.node_config.get("gate")
-        while gate and not Path(gate).exists():
+        gate, until = context.node_config.get("gate"), time.monotonic() + 60
+        while gate and not Path(gate).exists() and time.monotonic() < until:
             time.sleep(0.1)
         step = float("nan") if context.node_config.get("rubbish") else 0.5
         return {"w": parameters["w"] + step}, {"w": personal["w"] + 0.25}

@@ -299,6 +299,8 @@ def test_rows_and_pulls_can_be_added_to_what_is_there(toy, tmp_path, monkeypatch
     assert lines[names[0], None]["acc_g"]["mean"] == pytest.approx(
         (before[names[0], None]["acc_g"]["mean"] + twice) / 2
     )
+    portions = "pulls of a seed were run in several portions"
+    assert [any(note.startswith(portions) for note in one["notes"]) for one in (alone, found)] == [False, True]
     assert found["seconds"].keys() == {"paper"}
     monkeypatch.setattr(reproducing.runs, "run", lambda *_: pytest.fail("it ran"))
     assert command(monkeypatch, *words, "--rows", "fedhdp:0.1", "--pulls", 0.25) == 0

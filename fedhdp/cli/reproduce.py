@@ -49,7 +49,7 @@ def reproduce(
         ),
     ] = None,
     pulls: Annotated[str, typer.Option(help="Which pulls λ, comma-separated.")] = "0.005,0.05,0.25",
-    rounds: Annotated[int, typer.Option(help="Rounds to train.", min=1)] = 500,
+    rounds: Annotated[int | None, typer.Option(help="Rounds to train; default the paper's 500.", min=1)] = None,
     noise_seed: Annotated[
         int | None, typer.Option(help="Seed of the noise: repeatable, and therefore not private; seed K adds K to it.")
     ] = None,
@@ -73,7 +73,7 @@ def reproduce(
     `fedhdp reproduce noniid-mnist --render --json`
     """
     from fedhdp.experiments.own import parts, rows_of
-    from fedhdp.experiments.paper import Options
+    from fedhdp.experiments.paper import ROUNDS, Options
     from fedhdp.report.paper_files import write
     from fedhdp.report.paper_tables import compare
 
@@ -81,7 +81,7 @@ def reproduce(
     folder = out or Path("runs") / "paper" / name
     errors = Console(stderr=True, highlight=False, markup=False)
     if not render:
-        options = Options(data, sampling, batches, personal_epochs, _pulls(pulls), rounds, noise_seed)
+        options = Options(data, sampling, batches, personal_epochs, _pulls(pulls), rounds or ROUNDS, noise_seed)
         _run(parts(name, rows, _seeds(seeds), options), folder, _command(context), out, errors)
     found = compare(folder, name)
     write(folder, found)

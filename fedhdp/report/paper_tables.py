@@ -139,7 +139,7 @@ def compare(out: Path, table: str) -> Comparison:
         lines,
         tuple(priced(runs)),
         tuple(_orderings(out, table, lines, by_key)),
-        tuple(_notes(runs, lines, theirs)),
+        tuple(_notes(runs, lines, theirs) + _trained_again(by_run)),
         {line.key.part: OURS[line.key.part].about for line in lines if line.key.part in OURS},
         _seconds(runs),
         tuple(dict.fromkeys(run.machine for run in runs if run.machine is not None)),
@@ -211,6 +211,15 @@ def _sibling(out: Path, table: str) -> View:
         if other.table == SIBLINGS[table]:
             return view(other.lines)
     return {}
+
+
+def _trained_again(by_run: dict[Key, dict[int, list[dict[str, float]]]]) -> list[str]:
+    """That pulls were added later to a seed: each portion trained the global model anew."""
+    if all(len(found) == 1 for seeds in by_run.values() for found in seeds.values()):
+        return []
+    return [
+        "pulls of a seed were run in several portions, each with a global model of its own: its numbers are their mean"
+    ]
 
 
 def _notes(runs: list[Run], lines: Iterable[Line], table: PaperTable | None) -> list[str]:

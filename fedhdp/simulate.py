@@ -55,7 +55,7 @@ class State(NamedTuple):
     done: Any = None  # ready when the round is, and still there in the next
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)  # on CPUs each takes up to a thousand of the 65,530 memory maps that Linux gives a process
 def _engine(model: Model, training: LocalTraining, step: ServerStep, shape: Shape) -> Engine:
     """One engine for all runs that differ in numbers alone: they share a compilation."""
     return Engine(model, training, step, shape)

@@ -36,6 +36,15 @@ def mechanism_of(*groups: tuple[int, float, float], rate: float = 0.5, **others:
     return Mechanism(made, **({"clip": AdaptiveClip(initial=0.3)} | others))  # type: ignore[arg-type]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_what_was_compiled():
+    """Linux gives a process 65,530 memory maps and every compiled program takes some: one that has none left is aborted."""
+    yield
+    import jax  # not above: it would not see the cache's folder
+
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def population() -> Population:
     """Nineteen clients, from one example each to thirteen."""

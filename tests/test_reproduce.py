@@ -510,6 +510,14 @@ def test_an_ordering_that_does_not_hold_is_said_with_the_numbers_and_one_not_mea
     assert verdicts(few) == ["held", "not measured", "not measured", "held", "held"]
 
 
+def test_a_weight_that_is_only_as_good_as_equal_ones_is_not_between():
+    view = {("paper", "fedhdp", 0.0): {"acc_g": 78.0}, ("paper", "hdp_fedavg", None): {"acc_g": 84.0}}
+    for accuracy, verdict in ((84.0, "not held"), (84.1, "held")):
+        view["paper", "fedhdp", 0.1] = {"acc_g": accuracy}
+        _, above, between, *_ = orderings("fmnist", view, [view], {}, {}, {}, math.inf)
+        assert (above.verdict, between.verdict) == (verdict, verdict)
+
+
 def test_shared_noise_is_set_beside_noise_per_group():
     view = {("three", f"three: FedHDP, {kind}", None): {"acc_g": value} for kind, value in KINDS.items()}
     three, five = orderings("levels", view, [view], {}, {}, {}, math.inf)

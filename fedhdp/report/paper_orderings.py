@@ -75,7 +75,7 @@ def _above(baseline: str, name: str) -> Callable[[View], Found]:
 
 
 def interior(view: View) -> Found:
-    """Whether the best weight is neither 0 nor that of equals, which is HDP-FedAvg."""
+    """Whether a weight is better than both 0 and that of equals, which is HDP-FedAvg; as good as one is not."""
     found = by_weight(view)
     equal = _of(view, "hdp_fedavg").get("acc_g")
     if equal is not None:
@@ -84,7 +84,7 @@ def interior(view: View) -> Found:
         return None
     best = max(found, key=lambda weight: found[weight])
     said = ", ".join(f"r={weight:g}: {found[weight]:.2f}" for weight in dict.fromkeys((0.0, best, 1.0)))
-    return 0 < best < 1, said
+    return found[best] > max(found[0.0], found[1.0]), said
 
 
 def opting_out_pays(view: View) -> Found:

@@ -6,7 +6,8 @@ of pixels to memory and reading them again: its kernels read the pixels where th
 windows nor what is not the largest. Both compute the same, and so do their gradients.
 
 A *cell* is two by two pixels, of which the largest output is kept; its *corners* are 0 to 3, row by row. ``which`` says
-for each cell and output which corner was the largest, or NOBODY if it was not above 0.
+for each cell and output which corner was the largest, or NOBODY if it was not above 0. What a cell's four outputs see
+together is its *window*, and kernels read windows *piece* by piece.
 
 Axis letters: N images, I inputs and O outputs of a pixel, R cells of a tile, K numbers that a product sums over.
 """
@@ -90,6 +91,16 @@ def _top_and_which(a: Array, b: Array, c: Array, d: Array) -> tuple[Array, Array
     return jnp.maximum(upper, lower), which
 
 
+class Piece(NamedTuple):
+    """Pixels that are read at once: a part of a window, that tiles it."""
+
+    high: int
+    wide: int
+
+
+PIXEL = Piece(1, 1)
+
+
 class Shape(NamedTuple):
     """The sizes of a layer; those of a kernel are known when it is compiled."""
 
@@ -117,9 +128,24 @@ class Shape(NamedTuple):
 
     @property
     def suits_kernels(self) -> bool:
-        """Products in a kernel are of powers of two, of at least 16; with one input a window is what is summed over."""
-        summed = self.side**2 if self.inputs == 1 else self.inputs
-        return all(size >= 16 and size & (size - 1) == 0 for size in (summed, self.outputs))
+        """Products in a kernel are of powers of two, of at least 16."""
+        return all(size >= 16 and _is_power_of_two(size) for size in (self.numbers(self.forwards), self.outputs))
+
+    @property
+    def forwards(self) -> Piece:
+        """What the forward kernel reads at once: with one input all of a window."""
+        return Piece(self.side, self.side) if self.inputs == 1 else PIXEL
+
+    @property
+    def to_weights(self) -> Piece:
+        """What the weights' kernel reads at once: with several inputs a row of a window, if that and its sums can be held."""
+        row = Piece(1, self.side)
+        sums = len(_places(self, row)) * self.numbers(row) * self.outputs
+        return row if self.inputs > 1 and _is_power_of_two(self.side) and sums <= HELD else self.forwards
+
+    def numbers(self, piece: Piece) -> int:
+        """How many numbers are read at once."""
+        return piece.high * piece.wide * self.inputs
 
 
 class Launch(NamedTuple):
@@ -131,8 +157,9 @@ class Launch(NamedTuple):
 
 
 # Found by trying on an H200, with 204 networks and batches of 20 images of 28 by 28, then 14 by 14 pixels.
-FORWARD, BACK_TO_WEIGHTS, BACK_TO_IMAGE = Launch(64, 4), Launch(32, 2, 8), Launch(64, 4)
+FORWARD, BACK_TO_WEIGHTS, BACK_TO_IMAGE = Launch(64, 4), Launch(32, 4, 4), Launch(64, 4)
 BACK_TO_WEIGHTS_OF_WINDOWS = Launch(32, 1, 16)  # with one input
+HELD = 96 * 32 * BACK_TO_WEIGHTS.warps  # sums that registers hold; with twice as many it took ten times as long
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -145,21 +172,22 @@ def _forward(image: Array, w: Array, b: Array, shape: Shape, interpret: bool) ->
     many = (shape.cells * shape.outputs,)
     made = (jax.ShapeDtypeStruct(many, jnp.float32), jax.ShapeDtypeStruct(many, jnp.int8))
     run = _kernel("forward", _forward_kernel, shape, FORWARD, interpret, made, _tiles(shape, FORWARD))
-    out, which = run(image.reshape(-1), _matrices(shape, w), b)
+    out, which = run(image.reshape(-1), _matrices(shape, shape.forwards, w), b)
     return out.reshape(shape.images, shape.high // 2, shape.wide // 2, shape.outputs), (image, w, b, which)
 
 
 def _backward(shape: Shape, interpret: bool, saved: tuple[Array, ...], g: Array) -> tuple[Array, Array, Array]:
     image, w, b, which = saved
     launch = BACK_TO_WEIGHTS_OF_WINDOWS if shape.inputs == 1 else BACK_TO_WEIGHTS
-    like, parts = jax.eval_shape(partial(_matrices, shape), w).shape, launch.parts
+    matrices = partial(_matrices, shape, shape.to_weights)
+    like, parts = jax.eval_shape(matrices, w).shape, launch.parts
     numbers = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)  # noqa: E731
     made = (numbers(parts, *like), numbers(parts, shape.outputs))
     weights, bias = (None, *like), (None, shape.outputs)
     of_part = (pl.BlockSpec(weights, lambda part: (part, 0, 0, 0)), pl.BlockSpec(bias, lambda part: (part, 0)))
     run = _kernel("weights", _weights_kernel, shape, launch, interpret, made, parts, out_specs=of_part)
     dw_parts, db_parts = run(image.reshape(-1), which, g.reshape(-1))
-    (dw,) = jax.linear_transpose(partial(_matrices, shape), w)(jnp.sum(dw_parts, axis=0))
+    (dw,) = jax.linear_transpose(matrices, w)(jnp.sum(dw_parts, axis=0))
     db = jnp.sum(db_parts, axis=0)
     if shape.inputs == 1:  # seldom asked for, and then not computed: the image is data
         (dx,) = jax.vjp(lambda image: as_product({"w": w, "b": b}, image, shape.kernel), image)[1](g)
@@ -167,7 +195,8 @@ def _backward(shape: Shape, interpret: bool, saved: tuple[Array, ...], g: Array)
     run = _kernel(
         "image", _image_kernel, shape, BACK_TO_IMAGE, interpret, numbers(image.size), _tiles(shape, BACK_TO_IMAGE)
     )
-    return run(_matrices(shape, w).swapaxes(1, 2), which, g.reshape(-1)).reshape(image.shape), dw, db
+    w_turned = _matrices(shape, PIXEL, w).swapaxes(1, 2)
+    return run(w_turned, which, g.reshape(-1)).reshape(image.shape), dw, db
 
 
 in_kernels.defvjp(_forward, _backward)
@@ -185,37 +214,39 @@ def _tiles(shape: Shape, launch: Launch) -> int:
     return -(-shape.cells // launch.rows)
 
 
-def _taps(shape: Shape) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """Where a cell's window is read, and for which corners with which of the matrices it counts.
+def _places(shape: Shape, piece: Piece) -> list[tuple[int, int]]:
+    """Where in the convolution a piece may begin, for an output that sees it; −1 is just outside, where weights are 0."""
 
-    With one input the whole window is read at once, and each corner has a matrix; else pixel by pixel, and each place of
-    the convolution has one.
-    """
-    first, beyond = -shape.before, shape.side - shape.before
-    if shape.inputs == 1:
-        yield first, first, [(corner, corner) for corner in range(4)]
-        return
-    for e in range(first, beyond):
-        for f in range(first, beyond):
-            at = [(corner, e - p - first, f - q - first) for corner, (p, q) in enumerate(CORNERS)]
-            inside = range(shape.kernel)
-            yield e, f, [(corner, i * shape.kernel + j) for corner, i, j in at if i in inside and j in inside]
+    def begin(size: int) -> list[int]:
+        return sorted({e - p for e in range(0, shape.side, size) for p in (0, 1) if -size < e - p < shape.kernel})
+
+    return [(i, j) for i in begin(piece.high) for j in begin(piece.wide)]
 
 
-def _matrices(shape: Shape, w: Array) -> Array:
-    """The weights as matrices [K, O] for ``_taps``."""
-    if shape.inputs > 1:
+def _pieces(shape: Shape, piece: Piece) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+    """The pieces of a window by their first pixel, and for which corners with which of the matrices they count."""
+    places = _places(shape, piece)
+    for e in range(0, shape.side, piece.high):
+        for f in range(0, shape.side, piece.wide):
+            seen = ((corner, (e - p, f - q)) for corner, (p, q) in enumerate(CORNERS))
+            yield e, f, [(corner, places.index(place)) for corner, place in seen if place in places]
+
+
+def _matrices(shape: Shape, piece: Piece, w: Array) -> Array:
+    """The weights that a piece meets at each of its places, as matrices [K, O]."""
+    if piece == PIXEL:
         return w.reshape(-1, shape.inputs, shape.outputs)
-    square = w.reshape(shape.kernel, shape.kernel, shape.outputs)
-    corners = [jnp.pad(square, ((p, 1 - p), (q, 1 - q), (0, 0))) for p, q in CORNERS]
-    return jnp.stack(corners).reshape(4, shape.side**2, shape.outputs)
+    square = w.reshape(shape.kernel, shape.kernel, shape.inputs, shape.outputs)
+    around = jnp.pad(square, ((1, 1), (1, 1), (0, 0), (0, 0)))
+    met = [around[i + 1 : i + 1 + piece.high, j + 1 : j + 1 + piece.wide] for i, j in _places(shape, piece)]
+    return jnp.stack(met).reshape(-1, shape.numbers(piece), shape.outputs)
 
 
 def _forward_kernel(shape: Shape, launch: Launch, x: Any, w: Any, b: Any, out: Any, which: Any) -> None:
     cells = Cells(shape, pl.program_id(0) * launch.rows, launch.rows)
     four = [jnp.zeros((launch.rows, shape.outputs))] * 4
-    for e, f, uses in _taps(shape):
-        x_RK = cells.pixels(x, e, f)
+    for e, f, uses in _pieces(shape, shape.forwards):
+        x_RK = cells.piece(x, shape.forwards, e, f)
         for corner, matrix in uses:
             four[corner] += _dot(x_RK, w[matrix])
     top_RO, which_RO = _top_and_which(*four)
@@ -234,8 +265,8 @@ def _weights_kernel(shape: Shape, launch: Launch, x: Any, which: Any, g: Any, dw
         cells = Cells(shape, (first + tile) * launch.rows, launch.rows)
         which_RO, g_RO = cells.gradient(which, g, 0, 0)
         g_of = [jnp.where(which_RO == corner, g_RO, 0.0) for corner in range(4)]
-        for e, f, uses in _taps(shape):
-            x_KR = cells.pixels(x, e, f).T
+        for e, f, uses in _pieces(shape, shape.to_weights):
+            x_KR = cells.piece(x, shape.to_weights, e, f).T
             for corner, matrix in uses:
                 matrices[matrix] += _dot(x_KR, g_of[corner])
         return tuple(matrices), bias_O + jnp.sum(jnp.where(which_RO != NOBODY, g_RO, 0.0), axis=0)
@@ -251,15 +282,17 @@ def _image_kernel(shape: Shape, launch: Launch, w_turned: Any, which: Any, g: An
     """A cell's own four pixels, from the outputs that see them: pixel a is seen by output e at place a + before − e."""
     cells = Cells(shape, pl.program_id(0) * launch.rows, launch.rows)
     four = [jnp.zeros((launch.rows, shape.inputs))] * 4
-    outputs, inside = range(shape.before - shape.kernel + 1, shape.before + 2), range(shape.kernel)
-    for e in outputs:
-        for f in outputs:
-            which_RO, g_RO = cells.gradient(which, g, e // 2, f // 2)
-            g_RO = jnp.where(which_RO == 2 * (e % 2) + f % 2, g_RO, 0.0)
-            for corner, (a, b) in enumerate(CORNERS):
-                i, j = a + shape.before - e, b + shape.before - f
-                if i in inside and j in inside:
-                    four[corner] += _dot(g_RO, w_turned[i * shape.kernel + j])
+    near, inside = range((shape.before - shape.kernel + 1) // 2, (shape.before + 1) // 2 + 1), range(shape.kernel)
+    for down in near:
+        for right in near:
+            which_RO, g_RO = cells.gradient(which, g, down, right)
+            for largest, (p, q) in enumerate(CORNERS):
+                of_it_RO = jnp.where(which_RO == largest, g_RO, 0.0)
+                e, f = 2 * down + p, 2 * right + q
+                for corner, (a, b) in enumerate(CORNERS):
+                    i, j = a + shape.before - e, b + shape.before - f
+                    if i in inside and j in inside:
+                        four[corner] += _dot(of_it_RO, w_turned[i * shape.kernel + j])
     for (a, b), dx_RI in zip(CORNERS, four):
         triton.store(dx.at[cells.own(a, b)], dx_RI, mask=cells.real_R[:, None])
 
@@ -271,8 +304,8 @@ class Cells:
         self.shape, self.high, self.wide = shape, shape.high // 2, shape.wide // 2
         self.cell_R = first + _upto(rows)
         self.real_R = self.cell_R < shape.cells
-        line_R = jax.lax.div(self.cell_R, jnp.int32(self.wide))
-        image_R = jax.lax.div(line_R, jnp.int32(self.high))
+        line_R = _over(self.cell_R, self.wide)
+        image_R = _over(line_R, self.high)
         self.row_R, self.column_R = line_R - image_R * self.high, self.cell_R - line_R * self.wide
         self.pixel_R = (image_R * shape.high + 2 * self.row_R) * shape.wide + 2 * self.column_R
 
@@ -281,20 +314,18 @@ class Cells:
         inputs = self.shape.inputs
         return (self.pixel_R * inputs)[:, None] + _upto(inputs)[None] + (a * self.shape.wide + b) * inputs
 
-    def pixels(self, x: Any, e: int, f: int) -> Array:
-        """What a cell's output sees at a place of its window; with one input, the whole window that begins there."""
-        row_R, column_R = 2 * self.row_R, 2 * self.column_R
-        if self.shape.inputs > 1:
-            there = self.real_R & _within(row_R, e, self.shape.high, 2) & _within(column_R, f, self.shape.wide, 2)
-            return triton.load(x.at[self.own(e, f)], mask=there[:, None], other=0.0)
-        place_K = _upto(self.shape.side**2)
-        down_K = jax.lax.div(place_K, jnp.int32(self.shape.side))
-        right_K = place_K - down_K * self.shape.side + f
-        down_K += e
-        row_RK, column_RK = row_R[:, None] + down_K[None], column_R[:, None] + right_K[None]
-        there = self.real_R[:, None] & (row_RK >= 0) & (row_RK < self.shape.high)
-        there &= (column_RK >= 0) & (column_RK < self.shape.wide)
-        at = self.pixel_R[:, None] + (down_K * self.shape.wide + right_K)[None]
+    def piece(self, x: Any, piece: Piece, e: int, f: int) -> Array:
+        """What is in the piece of each cell's window that begins with its pixel e down and f to the right; 0 is outside."""
+        shape, e, f = self.shape, e - self.shape.before, f - self.shape.before
+        number_K = _upto(shape.numbers(piece))
+        pixel_K = _over(number_K, shape.inputs)
+        down_K = _over(pixel_K, piece.wide)
+        right_K = pixel_K - down_K * piece.wide
+        there = self.real_R[:, None] & _reach(2 * self.row_R, e, down_K, piece.high, shape.high)
+        there &= _reach(2 * self.column_R, f, right_K, piece.wide, shape.wide)
+        if piece.high > 1:
+            number_K += down_K * (shape.wide - piece.wide) * shape.inputs
+        at = (self.pixel_R * shape.inputs)[:, None] + (number_K + (e * shape.wide + f) * shape.inputs)[None]
         return triton.load(x.at[at], mask=there, other=0.0)
 
     def outputs(self, down: int, right: int) -> tuple[Array, Array]:
@@ -316,8 +347,24 @@ def _within(at_R: Array, further: int, size: int, own: int) -> Array | bool:
     return at_R >= -further if further < 0 else at_R < size - further if further >= own else True
 
 
+def _reach(at_R: Array, first: int, further_K: Array, count: int, size: int) -> Array | bool:
+    """Whether a piece's pixels are inside; it has so many in a line, the first one this far from the cell's own."""
+    if count == 1:
+        return _within(at_R[:, None], first, size, 2)
+    at_RK = at_R[:, None] + (further_K + first)[None]
+    return (at_RK >= 0) & (at_RK < size)
+
+
 def _upto(size: int) -> Array:
     return jnp.arange(size, dtype=jnp.int32)
+
+
+def _over(a: Array, b: int) -> Array:
+    return jax.lax.div(a, jnp.int32(b))
+
+
+def _is_power_of_two(size: int) -> bool:
+    return size & (size - 1) == 0
 
 
 def _dot(a: Array, b: Array) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedhdp import convolution
-from fedhdp.convolution import Shape, as_product, convolve_and_halve, in_kernels
+from fedhdp.convolution import PIXEL, Piece, Shape, as_product, convolve_and_halve, in_kernels
 from fedhdp.models import dense
 
 
@@ -51,7 +51,13 @@ def test_windows_times_a_matrix_are_a_convolution_its_units_and_its_pooling(kern
 
 
 @pytest.mark.parametrize(
-    ("kernel", "inputs", "outputs", "high", "wide"), [(3, 16, 32, 14, 14), (3, 1, 16, 28, 28), (2, 16, 16, 4, 10)]
+    ("kernel", "inputs", "outputs", "high", "wide"),
+    [
+        (3, 16, 32, 14, 14),
+        (3, 1, 16, 28, 28),
+        (2, 16, 16, 4, 10),
+        (3, 32, 64, 4, 6),
+    ],
 )
 def test_the_kernels_compute_the_same(kernel, inputs, outputs, high, wide):
     assert Shape(3, high, wide, inputs, outputs, kernel).suits_kernels
@@ -59,6 +65,11 @@ def test_the_kernels_compute_the_same(kernel, inputs, outputs, high, wide):
     work = (networks(2, kernel, inputs, outputs), image, kernel)
     for one, other in zip(outputs_and_gradients(kernels, *work), outputs_and_gradients(plain, *work), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_weights_whose_sums_registers_cannot_hold_are_summed_pixel_by_pixel():
+    pieces = [Shape(20, 14, 14, inputs, 2 * inputs, 3).to_weights for inputs in (1, 16, 32)]
+    assert pieces == [Piece(4, 4), Piece(1, 4), PIXEL]
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "side"), [(1, 16, 28), (16, 32, 14)])

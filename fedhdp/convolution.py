@@ -138,7 +138,7 @@ class Shape(NamedTuple):
 
     @property
     def to_weights(self) -> Piece:
-        """What the weights' kernel reads at once: with several inputs a row of a window, if that and its sums can be held."""
+        """What the weights' kernel reads at once: with several inputs a row of a window, if it and its sums can be held."""
         row = Piece(1, self.side)
         sums = len(_places(self, row)) * self.numbers(row) * self.outputs
         return row if self.inputs > 1 and _is_power_of_two(self.side) and sums <= HELD else self.forwards

@@ -1,8 +1,9 @@
 """The loop: cohort → round → evaluate now and then → history, on one machine.
 
-Randomness comes in one stream for each purpose, each a function of the seed and the round alone. So algorithms under one
-seed see the same cohorts, batches and initial model, comparisons are paired, and a run resumes from any round. Noise is
-drawn from the operating system's entropy unless a noise seed is given, which makes a run repeatable and not private.
+Randomness comes in one stream for each purpose, each a function of the seed and the round alone, so that a run resumes
+from any round. What privacy rests on, cohorts and noise, is drawn from the operating system's entropy unless a noise seed
+is given, which makes a run repeatable and not private. Mechanisms that are played together have the same cohorts, batches
+and initial model, so that comparisons are paired.
 
 Axis letters: K clients of the population, P parameters.
 """
@@ -138,13 +139,19 @@ class Simulation:
             0, self.engine.put(state_R, self.engine.everywhere), personal, np.ones(self.population.clients, bool)
         )
 
-    def cohort(self, round: int) -> np.ndarray:
-        """Who is asked in a round."""
-        return server.sample_cohort(self.mechanism, np.random.default_rng([self.seed, COHORT, round]))
+    def draw_cohort(self, round: int) -> np.ndarray:
+        """Who is asked in a round.
+
+        Nobody may be able to tell, and no coin may be used in two trainings: a seed can be found from the initial model,
+        and is used again. Where nothing is promised, it serves.
+        """
+        promised = self.noise_seed is None and not all(one.opted_out for m in self._mechanisms for one in m.groups)
+        entropy = [int(word) for word in self._fresh(4)] if promised else [self.seed, COHORT, round]
+        return server.sample_cohort(self.mechanism, np.random.default_rng(entropy))
 
     def play(self, state: State) -> State:
         """One round; the state that went in is used up."""
-        clients = self.cohort(state.round)
+        clients = self.draw_cohort(state.round)
         count_K = self.population.train.count_K
         if not self.engine.shape.full:  # those with most examples first, so that chunks are alike
             clients = clients[np.argsort(-count_K[clients], kind="stable")]
@@ -266,10 +273,12 @@ class Simulation:
         """A key for each run: from a noise seed the same for all of a repeat, so that they are paired; else its own."""
         if self.noise_seed is not None:
             return [stream(self.noise_seed, NOISE, round, repeat) for repeat, _ in self.runs]
-        fresh = np.frombuffer(os.urandom(8 * len(self.runs)), np.uint32).reshape(-1, 2)
-        if jax.process_count() > 1:  # the noise of a round is one draw, whoever computes with it
-            fresh = multihost_utils.broadcast_one_to_all(fresh)
-        return list(np.asarray(fresh))
+        return list(self._fresh(2 * len(self.runs)).reshape(-1, 2))
+
+    def _fresh(self, words: int) -> np.ndarray:
+        """Words from the operating system's entropy; one draw for all processes that compute with them."""
+        fresh = np.frombuffer(os.urandom(4 * words), np.uint32)
+        return fresh if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(fresh))
 
 
 def global_training(mechanism: Mechanism) -> Mechanism:

@@ -28,7 +28,7 @@ import numpy as np
 
 from fedhdp.models import Array, Model, Parameters, take, turned
 
-EXACT = jax.lax.Precision.HIGHEST  # what a norm rests on is not rounded to fewer digits
+EXACT = jax.lax.Precision.HIGHEST  # what a norm rests on, and what was measured by it, is not rounded to fewer digits
 
 
 class Coordinates(NamedTuple):
@@ -153,7 +153,8 @@ def in_span(model: Model) -> Coordinates:
 
     def add(scale_C: Array, sent_C: Parameters, x_CM: Array) -> Parameters:
         A_CMH = _weigh(scale_C, sent_C["A"])
-        w_HF = jnp.einsum("cmh,cmf->hf", A_CMH, x_CM.reshape(*x_CM.shape[:2], -1))  # A is turned, and not the examples
+        x_CMF = x_CM.reshape(*x_CM.shape[:2], -1)
+        w_HF = jnp.einsum("cmh,cmf->hf", A_CMH, x_CMF, precision=EXACT)  # A is turned, and not the examples
         return {"first": {"w": w_HF.T, "b": jnp.sum(A_CMH, axis=(0, 1))}, "rest": _sum(scale_C, sent_C["rest"])}
 
     def leave(

@@ -14,7 +14,7 @@ import numpy as np
 from fedhdp.client import LocalTraining, shuffle
 from fedhdp.mechanism import AdaptiveClip, Mechanism
 from fedhdp.population import Population
-from fedhdp.server import sample_cohort
+from fedhdp.server import gaussian, sample_cohort
 from fedhdp.simulate import BATCHES, COHORT, NOISE, stream
 
 Network = dict[str, np.ndarray]  # w1, b1, w2, b2
@@ -101,11 +101,11 @@ def train(population: Population, mechanism: Mechanism, training: LocalTraining,
         expected = [g.sampling_rate * g.clients for g in mechanism.groups]
         counts = came if mechanism.sampling == "fixed" else expected
         key_update, key_bits = jax.random.split(jax.random.wrap_key_data(stream(noise_seed, NOISE, t)))
-        noise = sigma * S * np.asarray(jax.random.normal(key_update, (flat(theta).size,)))
+        noise = sigma * S * np.asarray(gaussian(key_update, (flat(theta).size,)))
         denominator = sum(ri * n for ri, n in zip(r, counts))
         update = (sum(ri * s for ri, s in zip(r, sums)) + noise) / denominator if denominator > 0 else 0.0
         theta = unflat(flat(theta) + update, theta)
         if adaptive:
-            noisy = sum(b - 0.5 for b in bits) + sigma_b * float(jax.random.normal(key_bits))
+            noisy = sum(b - 0.5 for b in bits) + sigma_b * float(gaussian(key_bits))
             S *= math.exp(-adaptive.learning_rate * (noisy / sum(counts) + 0.5 - adaptive.quantile))
     return flat(theta), S, {j: flat(own) for j, own in personal.items()}

@@ -12,9 +12,10 @@ from conftest import mechanism_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from scipy import stats
 
 from fedhdp.mechanism import AdaptiveClip
-from fedhdp.server import Sums, clip_and_sum, in_rows, private_mean, sample_cohort
+from fedhdp.server import Sums, clip_and_sum, gaussian, in_rows, private_mean, sample_cohort
 
 MECHANISM = mechanism_of((50, 0.0, 1.0), (50, 1.5, 0.1), rate=0.2)
 
@@ -50,6 +51,14 @@ def test_one_client_more_or_less_moves_the_sums_by_at_most_its_sensitivity(seed,
     moved = np.linalg.norm(np.asarray(with_it.update_P, np.float64) - np.asarray(without_it.update_P, np.float64))
     assert moved <= MECHANISM.groups[group].weight * clip * (1 + 1e-5) + 1e-5 * clip
     assert abs(float(with_it.bits) - float(without_it.bits)) <= 0.5
+
+
+def test_noise_is_gaussian_and_has_no_gaps_that_a_client_would_show_through():
+    noise_N = np.asarray(gaussian(jax.random.key(0), (4_000_000,)))
+    assert stats.kstest(noise_N, "norm").pvalue > 1e-3
+    far_N = np.abs(noise_N)[np.abs(noise_N) > 4.5]
+    assert 10 < len(far_N) < 50  # 27 are expected
+    assert len(np.unique(far_N)) == len(far_N)  # with 23 bits there are 57 values out there, of both signs
 
 
 def test_the_bit_is_not_inverted_the_clip_grows_when_updates_are_cut_and_shrinks_when_they_are_not():

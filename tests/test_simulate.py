@@ -235,11 +235,25 @@ def test_a_cohort_larger_than_expected_is_never_cut_short(population):
     np.testing.assert_array_equal(state.new_K, expected.new_K)
 
 
+def test_nobody_who_knows_the_seed_knows_who_came_and_no_coin_is_tossed_for_two_trainings(population):
+    def draws(mechanism: Mechanism | list[Mechanism], noise_seed: int | None = None) -> bool:
+        """Whether two simulations with one seed, or one asked twice, have the same cohort in a round."""
+        one, other = (Simulation(population, MODEL, mechanism, TRAINING, noise_seed=noise_seed) for _ in range(2))
+        cohorts = [one.draw_cohort(5), one.draw_cohort(5), other.draw_cohort(5)]
+        return all(np.array_equal(cohort, cohorts[0]) for cohort in cohorts[1:])
+
+    assert not draws(CHOSEN)
+    assert not draws([non_private(CHOSEN), CHOSEN])
+    assert draws(CHOSEN, noise_seed=0)  # repeatable, and says that it is not private
+    assert draws(non_private(CHOSEN))  # nothing is promised
+
+
 @pytest.mark.parametrize("personalise", [True, False])
 def test_cohorts_of_changing_size_compile_once(population, personalise):
-    simulation = Simulation(population, MODEL, CHOSEN, replace(TRAINING, personalise=personalise), seed=11)
+    training = replace(TRAINING, personalise=personalise)
+    simulation = Simulation(population, MODEL, CHOSEN, training, seed=11, noise_seed=11)
     assert CHOSEN.sampling == "poisson"
-    assert len({len(simulation.cohort(number)) for number in range(8)}) > 3
+    assert len({len(simulation.draw_cohort(number)) for number in range(8)}) > 3
     state, before = simulation.play(simulation.start()), simulation.engine.round._cache_size()
     for _ in range(7):
         state = simulation.play(state)

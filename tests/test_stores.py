@@ -69,8 +69,8 @@ def test_the_file_of_personal_models_stays_small_however_long_the_run(population
     simulation = Simulation(population, MODEL, CHOSEN, TRAINING, seed=3, noise_seed=7)
     state, most, written = simulation.start(), 0, 0
     for number in range(40):
-        written += len(simulation.cohort(number))
-        most = max(most, len(simulation.cohort(number)))
+        written += len(simulation.draw_cohort(number))
+        most = max(most, len(simulation.draw_cohort(number)))
         state = simulation.play(state)
         if number == 20:
             simulation.pack(state)  # from here on a client needs two rows

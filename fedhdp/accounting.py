@@ -21,7 +21,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
@@ -94,6 +94,11 @@ def spend(mechanism: Mechanism, group: PrivacyGroup, rounds: int = 1) -> Spend:
 def spends(mechanism: Mechanism, rounds: int = 1) -> dict[str, Spend]:
     """What rounds of a mechanism cost each group."""
     return {group.name: spend(mechanism, group, rounds) for group in mechanism.groups}
+
+
+def exposed(spent: Mapping[str, Spend]) -> dict[str, Spend]:
+    """What rounds cost whose noise can be computed again from a seed: as if there were none."""
+    return {name: one._replace(noise_multiplier=0.0) for name, one in spent.items()}
 
 
 def event(spent: Spend) -> DpEvent:

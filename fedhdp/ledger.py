@@ -233,6 +233,12 @@ class Ledger:
                 )
             )
 
+    def charged(self, beginning: str) -> int:
+        """How many rounds are charged in all runs whose names begin so."""
+        with self._in_words():
+            of_them = "SELECT COALESCE(SUM(charged), 0) FROM runs WHERE substr(name, 1, length(?1)) = ?1"
+            return int(self._db.execute(of_them, (beginning,)).fetchone()[0])
+
     def runs(self) -> tuple[Run, ...]:
         """Every run, the oldest first."""
         with self._in_words():

@@ -152,7 +152,7 @@ def footnotes(variants: list[VariantResult]) -> list[str]:
         )
         notes += [f"{variant.name}: {refused} updates were not finite and were refused"] if refused else []
     if any(variant.repeatable for variant in variants):
-        notes.append("the noise came from a given seed: repeatable, and therefore not private")
+        notes.append("noise and cohorts came from a given seed: repeatable, and therefore not private")
     return notes
 
 

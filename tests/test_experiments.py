@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -199,7 +200,7 @@ def test_a_finished_run_is_not_run_again(whole):
 def test_every_round_is_charged_before_it_is_played_and_resuming_charges_what_is_run_again(tmp_path):
     path = tmp_path / "population.ledger"
     folder = tmp_path / "run"
-    experiment = tiny(ledger=str(path), checkpoint_seconds=1e9, variants=tiny().variants[1:])
+    experiment = tiny(ledger=str(path), noise_seed=None, checkpoint_seconds=1e9, variants=tiny().variants[1:])
     charged = []
 
     def watch(progress: Progress) -> bool:
@@ -222,7 +223,7 @@ def test_every_round_is_charged_before_it_is_played_and_resuming_charges_what_is
 def test_a_budget_stops_a_run_before_the_round_that_would_pass_it_and_its_results_are_kept(tmp_path):
     path = tmp_path / "population.ledger"
     budget = LifetimeBudget(5.0, 1e-4)
-    experiment = tiny(ledger=str(path), budgets={"private": budget}, variants=tiny().variants[1:])
+    experiment = tiny(ledger=str(path), noise_seed=None, budgets={"private": budget}, variants=tiny().variants[1:])
     left = []
     summary = run(experiment, tmp_path / "run", lambda progress: left.append(progress.left().get("private")) or True)
     variant = summary.variants[0]
@@ -238,10 +239,23 @@ def test_a_budget_stops_a_run_before_the_round_that_would_pass_it_and_its_result
     assert (tmp_path / "again" / "fedhdp" / "model.npz").exists()
 
 
+def test_noise_that_can_be_computed_again_is_charged_as_none(tmp_path):
+    path, budget = tmp_path / "population.ledger", {"private": LifetimeBudget(1e6, 1e-4)}
+    experiment = tiny(ledger=str(path), noise_seed=1, variants=tiny().variants[1:], rounds=2)
+    (variant,) = run(experiment, tmp_path / "run", onwards).variants
+    assert variant.repeatable
+    with Ledger(path, fits, read_only=True) as ledger:
+        assert compose(ledger.spent("private"), 1e-4) == math.inf
+    (variant,) = run(replace(experiment, budgets=budget, noise_seed=None), tmp_path / "later", onwards).variants
+    assert variant.rounds == 0
+    assert "would pass the budget of 'private'" in variant.stopped
+
+
 def test_a_run_may_go_on_without_the_group_whose_budget_is_spent(tmp_path):
     path = tmp_path / "population.ledger"
     experiment = tiny(
         ledger=str(path),
+        noise_seed=None,
         budgets={"private": LifetimeBudget(5.0, 1e-4)},
         when_spent="leave_out",
         variants=tiny().variants[1:],
@@ -264,6 +278,7 @@ def test_the_epsilons_of_a_run_that_left_a_group_out_are_those_of_what_was_reall
     experiment = tiny(
         mechanism=replace(chosen, groups=(open_, relaxed, strict)),
         ledger=str(tmp_path / "population.ledger"),
+        noise_seed=None,
         budgets={"strict": LifetimeBudget(0.8, 1e-4)},
         when_spent="leave_out",
         variants=tiny().variants[1:],

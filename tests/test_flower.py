@@ -92,6 +92,9 @@ def deployment(tmp_path: Path, **others) -> Deployment:
     return Deployment(**(fields | others))
 
 
+UNSEEDED = {"noise_seed": None, "cohort_seed": None}
+
+
 def everyone(tmp_path: Path | None = None, app: ClientApp = APP) -> InProcessGrid:
     nodes = []
     for k, level in enumerate(LEVELS):
@@ -382,13 +385,24 @@ def held(wanted: Deployment) -> list[str]:
 
 def test_nodes_that_do_not_say_get_the_strictest_level(tmp_path):
     silent, unknown = Node(1, PLAIN), Node(2, PLAIN, privacy="ultra")
-    mute, failing = ClientApp(), Node(4, PLAIN, privacy="open")
-    nodes = [silent, unknown, Node(3, mute), failing, Node(5, PLAIN, privacy="open")]
-    grid = InProcessGrid(nodes)
-    grid.tamper = lambda message, reply, node: [] if node is failing else [reply]  # it never answers in time
+    grid = InProcessGrid([silent, unknown, Node(5, PLAIN, privacy="open")])
     wanted = deployment(tmp_path)
     play_plain(grid, wanted)
-    assert sorted(held(wanted)) == ["open"] + ["strict"] * 4
+    assert sorted(held(wanted)) == ["open", "strict", "strict"]
+
+
+def test_nodes_that_fail_to_answer_take_no_part_and_are_asked_again(tmp_path):
+    mute, slow = Node(3, ClientApp(), privacy="open"), Node(4, PLAIN, privacy="open")
+    levels = {name: replace(level, sampling_rate=1.0) for name, level in OFFER.items()}
+    wanted, grid = deployment(tmp_path, levels=levels), InProcessGrid([mute, slow, Node(5, PLAIN, privacy="strict")])
+    late = lambda message, node: node is slow and len(heard(slow, "query")) == 1  # noqa: E731
+    grid.tamper = lambda message, reply, node: [] if late(message, node) else [reply]
+    play_plain(grid, wanted)
+    assert sorted(held(wanted)) == ["open", "strict"]
+    assert len(heard(mute, "query")) == 4  # before the first round, and before each
+    assert len(heard(slow, "query")) == 2
+    assert not heard(mute, "train")
+    assert heard(slow, "train")
 
 
 def test_the_strictest_level_is_the_one_of_the_least_epsilon_not_the_first_or_last(tmp_path):
@@ -483,7 +497,7 @@ def budgeted(tmp_path, when_spent: str) -> Deployment:
     mechanism = deployment(tmp_path, levels=levels).mechanism({"open": 2, "mid": 3, "strict": 3})
     two_rounds = compose([spend(mechanism, mechanism.groups[1], 2)], 1e-4)
     budgets = {"mid": LifetimeBudget(two_rounds * 1.001, 1e-4)}
-    return deployment(tmp_path, levels=levels, rounds=5, budgets=budgets, when_spent=when_spent)
+    return deployment(tmp_path, levels=levels, rounds=5, budgets=budgets, when_spent=when_spent, **UNSEEDED)
 
 
 def test_a_run_stops_before_the_round_that_would_pass_a_budget(tmp_path):
@@ -512,7 +526,7 @@ def test_a_group_whose_budget_is_spent_is_left_out_and_sent_nothing(tmp_path):
 
 def test_a_client_that_joins_late_takes_part_and_the_epsilons_of_both_mechanisms_add_up(tmp_path):
     levels = {name: replace(level, sampling_rate=1.0) for name, level in OFFER.items()}
-    wanted, grid = deployment(tmp_path, levels=levels, rounds=4), everyone(app=PLAIN)
+    wanted, grid = deployment(tmp_path, levels=levels, rounds=4, **UNSEEDED), everyone(app=PLAIN)
     late = grid.nodes.pop(107)
 
     def join(messages):
@@ -581,7 +595,7 @@ def test_a_run_that_crashed_goes_on_to_the_same_model_and_what_was_sent_twice_is
 
 
 def test_a_crash_in_the_first_round_of_a_newcomer_is_charged_under_a_name_of_its_own(tmp_path):
-    wanted, grid = deployment(tmp_path, rounds=4), everyone(tmp_path, PLAIN)
+    wanted, grid = deployment(tmp_path, rounds=4, **UNSEEDED), everyone(tmp_path, PLAIN)
     late = {id: grid.nodes.pop(id) for id in (106, 107)}
 
     def join_and_crash(messages):
@@ -597,8 +611,8 @@ def test_a_crash_in_the_first_round_of_a_newcomer_is_charged_under_a_name_of_its
     assert [group.clients for group in variant.groups] == [2, 3, 3]
     with Ledger(wanted.ledger, fits, read_only=True) as ledger:
         assert [(run.charged, run.mechanism.clients) for run in ledger.runs()] == [(2, 6), (1, 7), (2, 8)]
-    assert variant.groups[2].rounds == 4
-    assert "2 mechanisms composed" in variant.groups[2].epsilon_basis
+    assert variant.groups[2].rounds == 5
+    assert "3 mechanisms composed" in variant.groups[2].epsilon_basis
 
 
 def test_the_simulator_says_how_a_deployment_goes_on(tmp_path):
@@ -664,11 +678,52 @@ def test_a_reply_carries_the_update_and_the_scores_when_asked_and_nothing_else(t
     assert set(replies[-1][1].content["scores"]) == {"global", "personal"}
 
 
-def test_an_owner_may_keep_scores_to_itself(tmp_path):
+@pytest.mark.parametrize("said", [False, "false", "no", 0])
+def test_an_owner_may_keep_scores_to_itself(tmp_path, said):
     wanted = deployment(tmp_path, levels=ALWAYS, evaluate_every=1)
-    (variant,) = play_plain(InProcessGrid([one_client(tmp_path, scores=False)]), wanted).variants
+    (variant,) = play_plain(InProcessGrid([one_client(tmp_path, scores=said)]), wanted).variants
     assert variant.groups[0].personal_accuracy is None
     assert variant.groups[0].refused == 0
+
+
+def test_a_client_whose_budget_is_spent_tells_no_scores_either(tmp_path):
+    node = one_client(tmp_path, epsilon=1e-4)
+    (variant,) = play_plain(InProcessGrid([node]), deployment(tmp_path, levels=ALWAYS, evaluate_every=1)).variants
+    assert heard(node, "evaluate")
+    assert variant.groups[0].global_accuracy is None
+
+
+def test_a_model_that_is_trained_in_place_is_sent_as_it_should_be(tmp_path):
+    def in_place(context: Context) -> Trainer:
+        def fit(parameters, personal, pull, round):
+            for model, step in ((parameters, 0.5), (personal, 0.25)):
+                for array in model.values():
+                    array += step
+            return parameters, personal
+
+        return Trainer(fit)
+
+    models = []
+    for name, app in (("in place", client_app(in_place)), ("plain", PLAIN)):
+        folder = tmp_path / name
+        node = Node(1, app, privacy="strict", directory=str(folder / "me"))
+        wanted = deployment(folder, levels=ALWAYS, rounds=2)
+        folder.mkdir()
+        play_plain(InProcessGrid([node]), wanted)
+        models.append((model_of(wanted), Folder(folder / "me").personal()))
+    assert all(equal(one, other) for one, other in zip(*models))
+
+
+def test_a_personal_model_that_is_not_finite_is_not_kept(tmp_path):
+    def diverging(context: Context) -> Trainer:
+        return Trainer(
+            lambda parameters, personal, pull, round: (parameters, {k: v / round for k, v in personal.items()})
+        )
+
+    node = Node(1, client_app(diverging), privacy="strict", directory=str(tmp_path / "me"))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        play_plain(InProcessGrid([node]), deployment(tmp_path, levels=ALWAYS, rounds=2))
+    assert all(np.isfinite(array).all() for array in Folder(tmp_path / "me").personal().values())
 
 
 def test_the_personal_model_survives_a_restart_and_a_new_run(tmp_path):
@@ -707,6 +762,93 @@ def test_a_client_counts_the_rounds_in_which_it_was_not_drawn_too(tmp_path):
         assert sum(rounds for *_, rounds in ledger.spent("this client")) == last + 1
 
 
+def test_a_client_counts_what_it_was_promised_and_is_not_told_what_others_choices_give_it(tmp_path):
+    levels = {"strict": Level(1.0, noise_multiplier=4.0), "relaxed": Level(0.5, noise_multiplier=0.7)}
+    node = Node(1, PLAIN, privacy="relaxed", directory=str(tmp_path / "me"))
+    wanted, grid = deployment(tmp_path, levels=levels, rounds=12, clip=1.0, noise_seed=None), InProcessGrid([node])
+
+    def join(messages):
+        if trains(messages) and int(messages[0].metadata.group_id) >= 5:
+            grid.nodes[2] = grid.nodes.get(2) or Node(2, PLAIN, privacy="strict")
+
+    grid.on_push = join
+    play_plain(grid, wanted)
+    orders = [dict(message.content["order"]) for message in heard(node, "train")]
+    assert all(set(order) == set(orders[0]) for order in orders)
+    assert {order["noise_multiplier"] for order in orders} == {0.7}
+    with Ledger(tmp_path / "me" / "client.ledger", fits, read_only=True) as ledger:
+        ((multiplier, rate, _, rounds),) = ledger.spent("this client")
+    assert (multiplier, rate, rounds) == (0.7, 0.5, orders[-1]["charged"])
+
+
+def test_a_client_that_comes_late_does_not_count_the_rounds_before(tmp_path):
+    grid = InProcessGrid([Node(2, PLAIN, privacy="strict")])
+
+    def join(messages):
+        if trains(messages) and messages[0].metadata.group_id == "3":
+            grid.nodes[1] = one_client(tmp_path)
+
+    grid.on_push = join
+    play_plain(grid, deployment(tmp_path, levels=ALWAYS, rounds=6))
+    with Ledger(tmp_path / "me" / "client.ledger", fits, read_only=True) as ledger:
+        assert sum(rounds for *_, rounds in ledger.spent("this client")) == 2
+
+
+def test_a_client_whose_owner_wants_more_privacy_sends_nothing_from_then_on(tmp_path):
+    node = Node(1, PLAIN, privacy="open", directory=str(tmp_path / "me"))
+    grid, updates = InProcessGrid([node, Node(2, PLAIN, privacy="strict")]), []
+
+    def turn_strict(messages):  # on the way to the second round, at the same node
+        if trains(messages) and messages[0].metadata.group_id == "1":
+            node.context.node_config["privacy"] = "strict"
+
+    grid.on_push = turn_strict
+    grid.tamper = lambda message, reply, of: (
+        (updates.append("update" in reply.content) if of is node and trains([message]) else None) or [reply]
+    )
+    play_plain(grid, deployment(tmp_path, levels=ALWAYS, rounds=4))
+    assert updates == [True, False]  # it declines, is asked what it wants, and is sent nothing more
+    assert len(heard(node, "query")) == 2
+
+
+def test_nothing_is_charged_while_nobody_can_be_reached(tmp_path, monkeypatch):
+    wanted, grid = deployment(tmp_path, levels=ALWAYS, rounds=3), InProcessGrid([one_client(tmp_path)])
+    away, waited = {}, []
+
+    def vanish(messages):
+        if trains(messages) and messages[0].metadata.group_id == "1" and not waited:
+            away.update(grid.nodes)
+
+    def come_back(seconds):
+        if seconds == 1.0:
+            waited.append(charged(wanted))
+            if len(waited) == 3:
+                grid.nodes = dict(away)
+
+    grid.on_push = vanish
+    monkeypatch.setattr("fedhdp.flower.registry.time.sleep", come_back)
+    listen = Registry.listen
+
+    def listen_or_lose(self, grid, again=False):
+        if away and len(waited) < 3:
+            grid.nodes = {}
+        listen(self, grid, again)
+
+    monkeypatch.setattr(Registry, "listen", listen_or_lose)
+    (variant,) = play_plain(grid, wanted).variants
+    assert waited == [2, 2, 2]
+    assert (variant.rounds, charged(wanted)) == (3, 3)
+
+
+def test_a_run_that_died_before_its_summary_is_not_run_again(tmp_path):
+    wanted = deployment(tmp_path, rounds=2)
+    first = play_plain(everyone(tmp_path, PLAIN), wanted)
+    (Path(wanted.out) / results.SUMMARY).unlink()
+    again = play_plain(everyone(tmp_path, PLAIN), wanted)
+    assert again.variants == first.variants
+    assert charged(wanted) == 2
+
+
 def test_a_personal_model_of_another_kind_is_an_error_and_is_not_overwritten(tmp_path):
     folder = Folder(tmp_path / "me")
     folder.keep_personal({"other": np.ones(2, np.float32)})
@@ -735,7 +877,7 @@ def test_a_budget_without_a_place_to_count_in_means_that_nothing_is_sent(tmp_pat
     assert updates == [False] * 3
 
 
-@pytest.mark.parametrize("change", [{"given_multiplier": 0.5}, {"sampling_rate": 1.5}])
+@pytest.mark.parametrize("change", [{"noise_multiplier": 0.5}, {"sampling_rate": 1.5}])
 def test_a_client_declines_a_round_that_is_looser_than_it_was_promised(tmp_path, change):
     wanted, node = deployment(tmp_path, levels=ALWAYS, rounds=2), one_client(tmp_path)
     grid, answered = InProcessGrid([node]), []

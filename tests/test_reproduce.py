@@ -339,7 +339,9 @@ def test_noise_from_a_seed_comes_out_the_same_again_and_is_each_seeds_own(toy, t
     words = ("noniid-mnist", "--rows", "dp-fedavg", "--pulls", 0.05, "--seeds", 2)
     for folder in ("one", "again"):
         assert command(monkeypatch, *words, "--noise-seed", 5, "--out", tmp_path / folder) == 0
-        assert "the noise came from a given seed: repeatable, and therefore not private" in capsys.readouterr().out
+        assert (
+            "noise and cohorts came from a given seed: repeatable, and therefore not private" in capsys.readouterr().out
+        )
     assert "--noise-seed 5" in (tmp_path / "one" / "table.md").read_text()
     assert (tmp_path / "one" / "table.csv").read_text() == (tmp_path / "again" / "table.csv").read_text()
     written = [from_toml(path.read_text(), "x").noise_seed for path in sorted(tmp_path.glob("one/*/*/experiment.toml"))]

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from fedhdp.accounting import compose, rounds_left, spends
+from fedhdp.accounting import compose, exposed, rounds_left, spends
 from fedhdp.experiments.spec import Experiment
 from fedhdp.ledger import BudgetError, Ledger
 from fedhdp.mechanism import Mechanism
@@ -50,7 +50,8 @@ class Payer:
             return
         while True:
             try:
-                return self.ledger.charge(self.run, spends(self.simulation.mechanism))
+                once = spends(self.simulation.mechanism)
+                return self.ledger.charge(self.run, once if self.experiment.noise_seed is None else exposed(once))
             except BudgetError as error:
                 if self.experiment.when_spent == "stop":
                     raise BudgetSpent(str(error)) from error
@@ -91,4 +92,6 @@ class Payer:
         return group_results(self.whole, lambda name: self._spent(name, rounds, self.run), self.experiment.delta_of)
 
     def _spent(self, name: str, rounds: int, run: str | None) -> Iterable[tuple]:
-        return [spends(self.whole, rounds)[name]] if self.ledger is None else self.ledger.spent(name, run)
+        if self.ledger is None or (run is not None and self.experiment.noise_seed is not None):
+            return [spends(self.whole, rounds)[name]]  # with a seed: what it would be without
+        return self.ledger.spent(name, run)

@@ -16,11 +16,14 @@ The owner's wishes are in the SuperNode's ``--node-config``:
 from __future__ import annotations
 
 from collections.abc import Callable
+from logging import WARNING
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+from flwr.common.logger import log
 
 from fedhdp.flower.client_folder import Folder, Memory, check, promised
 from fedhdp.flower.messages import (
@@ -34,6 +37,7 @@ from fedhdp.flower.messages import (
     reply_message,
     tell_choice,
 )
+from fedhdp.ledger import Budget
 
 Fit = Callable[[Arrays, Arrays, float, int], tuple[Arrays, Arrays | None]]
 
@@ -72,18 +76,27 @@ def client_app(
         try:
             _agree(kept, order, level(context), context)
         except Declined as error:
-            return decline_message(message, order, str(error))
-        mine = trainer(context)
-        trained, personal = mine.fit(parameters, _personal(kept, parameters) or parameters, order.pull, order.round)
-        if personal is not None:
+            return _decline(message, order, error)
+        mine, own = trainer(context), _personal(kept, parameters)
+        trained, personal = mine.fit(_copy(parameters), _copy(own or parameters), order.pull, order.round)
+        if personal is not None and all(np.isfinite(array).all() for array in personal.values()):
             kept.keep_personal(personal)
+        elif personal is not None:
+            log(WARNING, "the personal model after round %d is not finite: the one before is kept", order.round)
+            personal = own
         update = {name: trained[name] - array for name, array in parameters.items()}
         return reply_message(message, order, update, _scores(mine, order, context, parameters, personal))
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
         parameters, order = read_order(message)
-        scores = _scores(trainer(context), order, context, parameters, _personal(_kept(context), parameters))
+        kept = _kept(context)
+        try:
+            promise = check(order, kept.promises().get(order.run), level(context))
+            kept.afford(promise.once(), _budget(context))
+        except Declined as error:
+            return _decline(message, order, error)
+        scores = _scores(trainer(context), order, context, parameters, _personal(kept, parameters))
         return reply_message(message, order, None, scores)
 
     return app
@@ -106,21 +119,33 @@ def _personal(kept: Memory, parameters: Arrays) -> Arrays | None:
 def _agree(kept: Memory, order: Order, level: str | None, context: Context) -> None:
     """Check what is promised, and count the rounds since the client last heard of the run before doing anything."""
     promises = kept.promises()
-    promise = promises.get(order.run)
-    check(order, promise, level)
-    known = 0 if promise is None else promise.rounds
-    epsilon, delta = context.node_config.get("epsilon"), context.node_config.get("delta")
-    budget = None if epsilon is None else (float(epsilon), float(1e-5 if delta is None else delta))
-    kept.charge(order, max(1, order.round + 1 - known), budget)
-    if promise is not None:
-        promise.rounds = max(known, order.round + 1)
+    promise = check(order, promises.get(order.run), level)
+    kept.charge(order.run, promise.once(max(1, order.charged - promise.rounds)), _budget(context))
+    if order.run in promises:
+        promise.rounds = max(promise.rounds, order.charged)
         kept.keep_promises(promises)
+
+
+def _budget(context: Context) -> Budget | None:
+    epsilon, delta = context.node_config.get("epsilon"), context.node_config.get("delta")
+    return None if epsilon is None else Budget(float(epsilon), float(1e-5 if delta is None else delta))
+
+
+def _decline(message: Message, order: Order, why: Declined) -> Message:
+    log(WARNING, "round %d of run %s is declined: %s", order.round, order.run, why)
+    return decline_message(message, order, str(why))
+
+
+def _copy(arrays: Arrays) -> Arrays:
+    """A model that may be trained in place."""
+    return {name: array.copy() for name, array in arrays.items()}
 
 
 def _scores(
     trainer: Trainer, order: Order, context: Context, parameters: Arrays, personal: Arrays | None
 ) -> dict[str, float]:
     """How good both models are, if it was asked and the owner does not mind; a new client's own is the global one."""
-    if trainer.score is None or not order.evaluate or context.node_config.get("scores") is False:
+    told = str(context.node_config.get("scores", True)).lower() in ("true", "yes", "on", "1")
+    if trainer.score is None or not order.evaluate or not told:
         return {}
     return {"global": trainer.score(parameters), "personal": trainer.score(personal or parameters)}

@@ -20,19 +20,25 @@ from flwr.app import ConfigRecord, RecordDict
 
 from fedhdp.accounting import Spend, fits
 from fedhdp.flower.messages import Arrays, Declined, Offer, Order, as_record, from_record
-from fedhdp.ledger import BudgetError, Ledger
+from fedhdp.ledger import Budget, BudgetError, Ledger
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.results import read_arrays, read_value, write_arrays, write_value, write_whole
 
 ME = "this client"
+SPENT = "this client's budget is spent"
 
 
 class Promise(msgspec.Struct):
-    """The least privacy that a client accepts in a run, and how far it knows the run to have come."""
+    """The least privacy that a client accepts in a run, what was on offer, and how many rounds it knows to be paid for."""
 
     noise_multiplier: float
     sampling_rate: float
     rounds: int = 0
+    levels: list[str] = []  # the strictest first
+
+    def once(self, rounds: int = 1) -> Spend:
+        """What rounds cost the client, at most."""
+        return Spend(self.noise_multiplier, self.sampling_rate, "poisson", rounds)
 
 
 class Memory:
@@ -64,10 +70,14 @@ class Memory:
             {run: msgspec.json.encode(said).decode() for run, said in promises.items()}
         )
 
-    def charge(self, order: Order, rounds: int, budget: tuple[float, float] | None) -> None:
+    def charge(self, run: str, spent: Spend, budget: Budget | None) -> None:
         """Nothing is counted; so no budget can be kept."""
         if budget is not None:
             raise Declined("a budget needs a directory to count in")
+
+    def afford(self, spent: Spend, budget: Budget | None) -> None:
+        """Decline where a budget has no room for this."""
+        self.charge("", spent, budget)
 
 
 class Folder(Memory):
@@ -102,33 +112,48 @@ class Folder(Memory):
         """Keep what was promised."""
         write_value(self.path / "promises.json", promises)
 
-    def charge(self, order: Order, rounds: int, budget: tuple[float, float] | None) -> None:
+    def charge(self, run: str, spent: Spend, budget: Budget | None) -> None:
         """Count rounds in the client's own ledger before anything is sent, or decline where its budget is spent."""
-        spent = Spend(order.given_multiplier, order.sampling_rate, "poisson", rounds)
-        run = f"{order.run} z={order.given_multiplier!r} q={order.sampling_rate!r}"
-        alone = Mechanism((PrivacyGroup(ME, 1, order.noise_multiplier, order.sampling_rate),), clip=1.0)
+        name = f"{run} z={spent.noise_multiplier!r} q={spent.sampling_rate!r}"
+        alone = Mechanism((PrivacyGroup(ME, 1, spent.noise_multiplier, spent.sampling_rate),), clip=1.0)
         with Ledger(self.path / "client.ledger", fits) as ledger:
-            ledger.begin(run, alone)
-            known = ledger.budget(ME)
-            if budget is not None and (known is None or (budget[0] <= known.epsilon and budget[1] <= known.delta)):
-                ledger.promise(ME, *budget)  # a life's budget may be lowered, never raised
+            ledger.begin(name, alone)
+            if budget is not None:  # a life's budget may be lowered, never raised: all that were ever wanted hold
+                known = ledger.budget(ME) or budget
+                ledger.promise(ME, min(budget.epsilon, known.epsilon), min(budget.delta, known.delta))
             try:
-                ledger.charge(run, {ME: spent})
+                ledger.charge(name, {ME: spent})
             except BudgetError as error:
-                raise Declined("this client's budget is spent") from error
+                raise Declined(SPENT) from error
+
+    def afford(self, spent: Spend, budget: Budget | None) -> None:
+        """Decline where a budget has no room for this."""
+        with Ledger(self.path / "client.ledger", fits) as ledger:
+            known = [ledger.budget(ME)] if ME in ledger.groups() else []
+            for one in [budget, *known]:
+                if one is not None and not fits((*ledger.spent(ME), spent), *one):
+                    raise Declined(SPENT)
 
 
 def promised(offer: Offer, level: str | None) -> Promise:
     """What the client's level is promised; who does not say is promised what the strictest level is."""
-    place = offer.level.index(level) if level in offer.level else 0
-    return Promise(offer.noise_multiplier[place], offer.sampling_rate[place])
+    place = _place(offer.level, level)
+    return Promise(offer.noise_multiplier[place], offer.sampling_rate[place], offer.charged, offer.level)
 
 
-def check(order: Order, promise: Promise | None, level: str | None) -> None:
-    """Decline a round that gives less privacy than was promised, or that is of a level the client did not choose."""
+def check(order: Order, promise: Promise | None, level: str | None) -> Promise:
+    """Decline a round that gives less privacy than was promised, or than the owner wants by now; else say what holds."""
     if promise is None:
         if level is not None and order.level != level:
             raise Declined(f"chose {level}, not {order.level}")
-        return
-    if order.given_multiplier < promise.noise_multiplier * (1 - 1e-9) or order.sampling_rate > promise.sampling_rate:
+        return Promise(order.noise_multiplier, order.sampling_rate)
+    if order.noise_multiplier < promise.noise_multiplier * (1 - 1e-9) or order.sampling_rate > promise.sampling_rate:
         raise Declined("less privacy than was promised")
+    if promise.levels and _place(promise.levels, order.level) > _place(promise.levels, level):
+        raise Declined(f"wants {level or 'the strictest level'} by now, not {order.level}")
+    return promise
+
+
+def _place(levels: list[str], level: str | None) -> int:
+    """Where a level stands, the strictest first; who does not say, or asks for what is not on offer, gets that."""
+    return levels.index(level) if level in levels else 0

@@ -101,6 +101,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         return tuple(group.name for group in sorted(groups, key=price))
 
     @property
+    def repeatable(self) -> bool:
+        """Whether noise or cohorts come from a seed, so that nothing is private."""
+        return self.noise_seed is not None or self.cohort_seed is not None
+
+    @property
     def strictest(self) -> str:
         """The level of clients who do not say: private by default."""
         return self.strictness[0]

@@ -33,9 +33,9 @@ class Order(msgspec.Struct, frozen=True):
     token: str
     run: str
     round: int  # rounds completed before this one
+    charged: int  # rounds of the run that are paid for, this one and those that a crash cut short included
     level: str
-    noise_multiplier: float  # what the client's group was promised
-    given_multiplier: float  # what it really gets, never less
+    noise_multiplier: float  # what the client's group was promised; others' choices may give it more, which is not told
     sampling_rate: float
     pull: float
     evaluate: bool = False
@@ -45,6 +45,7 @@ class Offer(msgspec.Struct, frozen=True):
     """The levels that a run offers, the strictest first, and what each is promised."""
 
     run: str
+    charged: int  # rounds of the run that are paid for, none of them by who is new
     level: list[str]
     noise_multiplier: list[float]
     sampling_rate: list[float]

@@ -1,13 +1,14 @@
 """Who takes part: every node is asked which level its owner chose, and what it said first holds.
 
-A node that does not say gets the strictest level. The choice is kept in the ledger before anything is trained. A client
-that later asks for something looser stays where it is; one that asks for something stricter is not sent anything any
-more, because what it has spent cannot be unspent. An identity of the client's own ties it to its past over restarts;
-a client that gives none is known by its node.
+A node that answers and does not say gets the strictest level; one that fails to answer is asked again. The choice is
+kept in the ledger before anything is trained. A client that later asks for something looser stays where it is; one that
+asks for something stricter is not sent anything any more, because what it has spent cannot be unspent. An identity of
+the client's own ties it to its past over restarts; a client that gives none is known by its node.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from logging import INFO, WARNING
 
@@ -15,6 +16,7 @@ from flwr.app import Message
 from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 from flwr.serverapp import Grid
+from msgspec.structs import replace
 
 from fedhdp.flower.deployment import Deployment
 from fedhdp.flower.messages import Offer, ask_choice, read_choice
@@ -31,20 +33,25 @@ class Registry:
         self.node_of: dict[str, int] = {}
         self._pending: dict[str, tuple[int, float]] = {}  # message -> node, and until when it may answer
         self._known: set[int] = set()  # nodes that were asked
+        self._unclear: set[int] = set()  # nodes to be asked again before the next round
         of_level = {group.name: group for group in deployment.mechanism(dict.fromkeys(deployment.levels, 1)).groups}
         groups = [of_level[name] for name in deployment.strictness]
         noise, rates = [group.noise_multiplier for group in groups], [group.sampling_rate for group in groups]
-        self._offer = Offer(run, list(deployment.strictness), noise, rates)
+        self._offer = Offer(run, 0, list(deployment.strictness), noise, rates)
 
-    def listen(self, grid: Grid) -> None:
-        """Ask the nodes that are new and take in those that have answered; this does not wait."""
+    def listen(self, grid: Grid, again: bool = False) -> None:
+        """Ask the nodes that are new, and again those that are unclear, and take in who has answered; this does not wait."""
         connected = set(grid.get_node_ids())
         self.node_of = {client: node for client, node in self.node_of.items() if node in connected}
+        if again:
+            self._known -= self._unclear
+            self._unclear.clear()
         self._known &= connected
         new = sorted(connected - self._known)
         if new:
             seconds = self.deployment.gather_seconds
-            messages = {node: ask_choice(node, self._offer, seconds) for node in new}
+            offer = replace(self._offer, charged=self.ledger.charged(f"{self._offer.run}/"))
+            messages = {node: ask_choice(node, offer, seconds) for node in new}
             sent, until = set(grid.push_messages(list(messages.values()))), time.monotonic() + seconds
             names = {message.metadata.message_id: node for node, message in messages.items()}
             self._pending |= {name: (node, until) for name, node in names.items() if name in sent}
@@ -52,16 +59,32 @@ class Registry:
         self._settle(grid, connected)
 
     def wait_for_enough(self, grid: Grid, look_every: float = 0.1) -> None:
-        """Wait until enough clients are reachable and all that were asked have answered or had their time."""
+        """Wait until enough clients have registered and all that were asked have answered or had their time."""
         enough, said = self.deployment.least_clients, -1
         while True:
             self.listen(grid)
-            if len(self.node_of) >= enough and not self._pending:
+            if len(self.members) >= enough and not self._pending:
                 return
-            if len(self.node_of) != said:
-                said = len(self.node_of)
-                log(INFO, "%d clients have registered, %d are waited for", said, enough)
+            if len(self.members) != said:
+                said = len(self.members)
+                log(INFO, "registered so far: %d; the first round begins with %d", said, enough)
             time.sleep(look_every)
+
+    def wait_for_somebody(self, grid: Grid, look_every: float = 1.0) -> None:
+        """Wait while nobody at all can be reached: such a round would cost everybody and teach nothing."""
+        self.listen(grid, again=True)
+        for waited in itertools.count():
+            if any(self.reachable(client) is not None for client in self.members):
+                return
+            if waited % 60 == 0:
+                log(WARNING, "no client can be reached: waiting before another round is charged")
+            time.sleep(look_every)
+            self.listen(grid)
+
+    def doubt(self, client: str) -> None:
+        """Ask a client again before the next round: it may want another level by now."""
+        if client in self.node_of:
+            self._unclear.add(self.node_of[client])
 
     def reachable(self, client: str) -> int | None:
         """The node of a client that can be sent a round."""
@@ -79,10 +102,13 @@ class Registry:
             lost = reply is not None and reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE
             if lost or (reply is None and node not in connected):
                 self._known.discard(node)  # it is gone; should it come back it is asked again
+            elif reply is None or reply.has_error():
+                self._unclear.add(node)
+                log(WARNING, "node %d has not said which level it wants: it is asked again next round", node)
             else:
                 self._register(node, reply)
 
-    def _register(self, node: int, reply: Message | None) -> None:
+    def _register(self, node: int, reply: Message) -> None:
         said = read_choice(reply)
         client, offered = said.client or f"node {node}", self.deployment.levels
         name = f"client {client[:8]}" if said.client else client  # who reads a log need not know an identity

@@ -73,7 +73,7 @@ def serve(grid: Grid, deployment: Deployment, start_model: Arrays, score: Score 
             log(WARNING, "%s holds a run that is finished", out)
             return results.read_value(out / results.SUMMARY, Summary)
         part = folder.variant(VARIANT)
-        result = _serve(grid, deployment, folder.id, part, ledger, start_model, score)
+        result = part.result() or _serve(grid, deployment, folder.id, part, ledger, start_model, score)
         summary = Summary(deployment.name, result.seconds, [result], fedhdp.__version__)
         results.write_value(out / results.SUMMARY, summary)
         return summary
@@ -118,9 +118,8 @@ def _serve(
     keep()
     stopped = _play(grid, strategy, part, keep)
     seconds = before + time.monotonic() - begun
-    repeatable = deployment.noise_seed is not None
     groups = purse.priced()
-    result = VariantResult(VARIANT, "fedhdp", strategy.round, seconds, repeatable, groups, stopped=stopped)
+    result = VariantResult(VARIANT, "fedhdp", strategy.round, seconds, deployment.repeatable, groups, stopped=stopped)
     result = fill_in(result, part.history())
     part.finish(_parameters(strategy), result)
     return result

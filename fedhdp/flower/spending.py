@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from fedhdp.accounting import Spend, compose, spend, spends
+from fedhdp.accounting import Spend, compose, exposed, spend, spends
 from fedhdp.experiments.paying import BudgetSpent
 from fedhdp.flower.deployment import Deployment
 from fedhdp.ledger import BudgetError, Ledger
@@ -70,7 +70,10 @@ class Purse:
         """Charge the next round to every group, durably, or raise when nobody is left to go on with."""
         while True:
             try:
-                return self.ledger.charge(self.stretches[-1].name, spends(self.mechanism))
+                once = spends(self.mechanism)
+                return self.ledger.charge(
+                    self.stretches[-1].name, exposed(once) if self.deployment.repeatable else once
+                )
             except BudgetError as error:
                 if self.deployment.when_spent == "stop":
                     raise BudgetSpent(str(error)) from error
@@ -83,12 +86,18 @@ class Purse:
         """Count a round that was paid for and is done."""
         self.stretches[-1].rounds += 1
 
+    @property
+    def charged(self) -> int:
+        """How many rounds of this run are paid for, also those that were run again after a crash."""
+        return self.ledger.charged(f"{self.run}/")
+
     def spent(self, level: str) -> list[Spend]:
-        """What this run has cost a group so far."""
-        groups = (
-            (s, group) for s in self.stretches for group in s.mechanism.groups if group.name == level and s.rounds
-        )
-        return [spend(stretch.mechanism, group, stretch.rounds) for stretch, group in groups]
+        """What this run has cost a group so far: all that was charged, or would have been without a seed."""
+        if self.deployment.repeatable:
+            groups = ((s, group) for s in self.stretches for group in s.mechanism.groups if group.name == level)
+            return [spend(stretch.mechanism, group, stretch.rounds) for stretch, group in groups if stretch.rounds]
+        names = (run.name for run in self.ledger.runs() if run.name.startswith(f"{self.run}/"))
+        return [Spend(*spent) for name in names for spent in self.ledger.spent(level, name)]
 
     def epsilon(self) -> dict[str, float]:
         """Each group's epsilon, over all runs that the ledger knows: infinity for those who opted out."""

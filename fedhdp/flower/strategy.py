@@ -13,7 +13,7 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable
-from logging import INFO
+from logging import INFO, WARNING
 from typing import NamedTuple
 
 import jax
@@ -66,6 +66,11 @@ class Asked(NamedTuple):
     message: Message
 
 
+def _who(asked: Asked) -> str:
+    """A client as a log may name it: an identity is a password of sorts."""
+    return f"client {asked.client[:8]} ({asked.order.level}, node {asked.message.metadata.dst_node_id})"
+
+
 class FedHDP(Strategy):
     """The server's side of a deployment; ``start_model`` says what the model's arrays are and where they start."""
 
@@ -87,6 +92,7 @@ class FedHDP(Strategy):
         self.rows: list[Row] = []  # of the last round
         self._drawn: Counter[str] = Counter()
         self._asked: list[Asked] = []
+        self._charged = 0
 
     @property
     def model(self) -> Arrays:
@@ -109,8 +115,10 @@ class FedHDP(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """Charge the round, draw the cohort, and write to those of it who can be reached."""
+        self.registry.wait_for_somebody(grid)
         self.let_in(grid)
         self.purse.pay()
+        self._charged = self.purse.charged
         mechanism = self.purse.mechanism  # a group may just have been left out
         everyone = self._clients()
         every = self.deployment.evaluate_every
@@ -189,8 +197,8 @@ class FedHDP(Strategy):
         if node is None:
             return
         chosen = mechanism.groups[group]
-        promised = (chosen.name, chosen.noise_multiplier, mechanism.multiplier(chosen), chosen.sampling_rate)
-        order = Order(secrets.token_hex(8), self.run, self.round, *promised, chosen.pull, evaluate)
+        promised = (chosen.name, chosen.noise_multiplier, chosen.sampling_rate)
+        order = Order(secrets.token_hex(8), self.run, self.round, self._charged, *promised, chosen.pull, evaluate)
         message = order_message(kind, node, model, order, self.deployment.reply_seconds)
         self._asked.append(Asked(client, group, order, message))
 
@@ -211,12 +219,14 @@ class FedHDP(Strategy):
             return None
         try:
             return read_reply(message, asked.order, self.like, training)
-        except Declined:
+        except Declined as error:
             counts[DECLINED] += 1
+            self.registry.doubt(asked.client)
+            log(INFO, "%s declines: %s", _who(asked), error)
         except Refused as error:
             self.refused[asked.order.level][error.kind] += 1
             counts[error.kind] += 1
-            log(INFO, "a reply from %s is refused: %s", asked.order.level, error)
+            log(WARNING, "a reply of %s is refused: %s", _who(asked), error)
         return None
 
     def _score_rows(self, round: int, scores: dict[str, dict[str, float]]) -> list[Row]:

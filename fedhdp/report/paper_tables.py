@@ -244,6 +244,6 @@ def _notes(runs: list[Run], lines: Iterable[Line], table: PaperTable | None) -> 
             "r=0: the paper gives private clients no personal models there, so theirs are its global ones; ours have"
         )
     if any(variant.repeatable for run in runs for variant in run.summary.variants):
-        found.append("the noise came from a given seed: repeatable, and therefore not private")
+        found.append("noise and cohorts came from a given seed: repeatable, and therefore not private")
     refused = sum(group.refused for run in runs for variant in run.summary.variants for group in variant.groups)
     return found + ([f"{refused} updates were not finite and were refused"] if refused else [])

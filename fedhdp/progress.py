@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from types import FrameType, TracebackType
@@ -18,18 +19,18 @@ NOTE_SECONDS = 0.5  # in a terminal: how old a note may be, since epsilons take 
 
 
 class ProgressDisplay:
-    """Shows progress, and turns the first Ctrl-C into a wish to stop after the round."""
+    """Shows progress, and turns the first Ctrl-C into a wish to stop after the round; ``again`` says how to go on."""
 
-    def __init__(self, console: Console):
-        self.console, self.stop = console, False
+    def __init__(self, console: Console, again: str = ""):
+        self.console, self.stop, self.again = console, False, again
         self.live = console.is_terminal
         self.bars = Bars(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             console=console,
         )
         self.tasks: dict[str, TaskID] = {}
@@ -49,8 +50,11 @@ class ProgressDisplay:
         signal.signal(signal.SIGINT, self.before)
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
-        if self.stop:
-            raise KeyboardInterrupt
+        if self.stop:  # at once: an exception would be raised in the middle of what threads compute
+            if self.live:
+                self.bars.stop()
+            self.console.print(f"stopped at once{self.again and '; to go on: '}{self.again}", style="yellow")
+            os._exit(130)
         self.stop = True
         self.console.print("stopping after this round; once more stops at once", style="yellow")
 
@@ -85,7 +89,8 @@ class ProgressDisplay:
 def _note(progress: Progress) -> str:
     seen = sorted({f"{100 * accuracy:.1f}" for accuracy in progress.accuracies}, key=float)
     parts = [f"accuracy {'–'.join(dict.fromkeys((seen[0], seen[-1])))}%"] if seen else []
-    for name, epsilon in progress.epsilon().items():
-        parts.append(f"ε {name} {'∞' if math.isinf(epsilon) else f'{epsilon:.2f}'}")
+    for name, ends in progress.epsilon().items():
+        told = dict.fromkeys("∞" if math.isinf(epsilon) else f"{epsilon:.2f}" for epsilon in ends)
+        parts.append(f"ε {name} {'–'.join(told)}")
     parts += [f"{name} has {left:.0f} rounds left" for name, left in progress.left().items() if left < math.inf]
     return ", ".join(parts)

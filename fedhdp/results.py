@@ -21,6 +21,7 @@ import io
 import os
 import re
 import secrets
+import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -138,6 +139,12 @@ class RunFolder:
         write_value(path / RUN, RunName(f"{path.name}-{secrets.token_hex(4)}"))
         write_whole(path / EXPERIMENT, experiment_toml)
         return cls(path)
+
+    def discard_if_empty(self) -> None:
+        """Remove a folder in which nothing of a run is kept yet."""
+        kept = {file.name for file in self.path.rglob("*") if file.is_file()}
+        if kept <= {LOCK, RUN, EXPERIMENT}:
+            shutil.rmtree(self.path)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:

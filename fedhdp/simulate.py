@@ -352,6 +352,7 @@ def simulate_together(
     repeats: int = 1,
 ) -> list[Trained]:
     """Train under several mechanisms that draw the same cohorts, in one program; all of them ``repeats`` times, in turn."""
+    require(isinstance(rounds, int) and rounds >= 1, "rounds", rounds, "a whole number of at least 1")
     simulation = Simulation(population, model, mechanisms, training, step, seed, noise_seed, repeats=repeats)
     state = simulation.start()
     histories: list[list[Row]] = [[] for _ in simulation.mechanisms]

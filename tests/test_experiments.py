@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from rich.console import Console
 
 from fedhdp import outcome, results
 from fedhdp.accounting import compose, fits, spends
+from fedhdp.cli.run import _print_table
 from fedhdp.experiments import EXPERIMENTS
 from fedhdp.experiments.run import Interrupted, Progress, resume, run
 from fedhdp.experiments.spec import Experiment, LifetimeBudget, from_toml, to_toml
@@ -130,7 +133,8 @@ def test_what_a_watcher_is_told_is_what_the_rounds_so_far_have_cost(tmp_path):
     assert told.pop(0) == {}
     assert list(told) == list(range(1, 13))
     for rounds, epsilon in told.items():
-        assert epsilon["private"] == compose([spends(mechanism, rounds)["private"]], experiment.delta)
+        price = compose([spends(mechanism, rounds)["private"]], experiment.delta)
+        assert epsilon == {"opted out": (math.inf, math.inf), "private": (price, price)}
     assert told[1]["private"] < told[4]["private"] < told[12]["private"]
 
 
@@ -174,6 +178,26 @@ def test_ctrl_c_stops_after_the_round_with_a_checkpoint_and_says_how_to_go_on(wh
     assert f"fedhdp run --resume {folder}" in said
     assert "Traceback" not in said
     assert int(results.read_arrays(folder / "dp-fedavg" / "checkpoint.npz")["round"]) > 0
+
+
+def test_ctrl_c_twice_stops_at_once_without_a_crash(tmp_path):
+    longer = tmp_path / "longer.toml"
+    longer.write_text(to_toml(tiny(rounds=100_000, checkpoint_seconds=1e9)))
+    words = [*FEDHDP, "run", str(longer), "--out", str(tmp_path / "run")]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    history, deadline = tmp_path / "run" / "dp-fedavg" / "history.csv", time.monotonic() + 120
+    while not (history.exists() and history.stat().st_size > 100) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGSTOP)  # so that both arrive in one round
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+    os.kill(process.pid, signal.SIGCONT)
+    time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"to go on: fedhdp run --resume {tmp_path / 'run'}" in said
+    assert "Traceback" not in said
 
 
 def test_a_watcher_that_says_no_interrupts_and_the_run_goes_on_from_there(whole, tmp_path):
@@ -249,6 +273,43 @@ def test_noise_that_can_be_computed_again_is_charged_as_none(tmp_path):
     (variant,) = run(replace(experiment, budgets=budget, noise_seed=None), tmp_path / "later", onwards).variants
     assert variant.rounds == 0
     assert "would pass the budget of 'private'" in variant.stopped
+
+
+def test_a_ledger_is_beside_its_file_whoever_runs_it_from_where_and_is_not_made_anew_in_between(tmp_path):
+    file = tmp_path / "sub" / "mine.toml"
+    file.parent.mkdir()
+    file.write_text(TINY.read_text().replace("noise_seed = 2", 'ledger = "population.ledger"'))
+    said = command("run", file, "--rounds", 1, "--out", tmp_path / "run", cwd=tmp_path)
+    assert said.returncode == 0
+    assert "sub/population.ledger: a new ledger" in said.stderr
+    assert not (tmp_path / "population.ledger").exists()
+    (tmp_path / "run" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "dp-fedavg")
+    (file.parent / "population.ledger").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match=r"population\.ledger is gone"):
+        resume(tmp_path / "run", onwards)
+    assert not (file.parent / "population.ledger").exists()
+
+
+def test_a_run_that_cannot_begin_leaves_nothing_behind(tmp_path):
+    (tmp_path / "no.ledger").write_text("this is no ledger " * 100)
+    with pytest.raises(ValueError, match="not a ledger"):
+        run(tiny(ledger=str(tmp_path / "no.ledger")), tmp_path / "run", onwards)
+    assert not (tmp_path / "run").exists()
+
+
+def test_names_are_shown_as_they_are_also_in_a_narrow_terminal(whole, capsys, monkeypatch):
+    summary = results.read_value(whole / "summary.json", outcome.Summary)
+    names = ["[/x] odd", "r=0.5, [bold]other"]
+    summary = replace(summary, variants=[replace(v, name=n) for v, n in zip(summary.variants, names)])
+    for width in (200, 60):
+        monkeypatch.setattr("fedhdp.cli.run.Console", lambda width=width, **others: Console(width=width, **others))
+        monkeypatch.setattr("fedhdp.cli.run.sys.stdout.isatty", lambda: True, raising=False)
+        _print_table(summary)
+        said = capsys.readouterr().out
+        assert all(name in said for name in names)
+        accuracy = f"{100 * summary.variants[0].server_accuracy:.2f}"
+        assert accuracy in said
 
 
 def test_a_run_may_go_on_without_the_group_whose_budget_is_spent(tmp_path):
@@ -394,6 +455,12 @@ BAD = {
         "[budgets.private]\nepsilon = 1.0\ndelta = 1e-4\n[data]",
         "budgets must be with a ledger",
     ),
+    "a word that is not one of some": (
+        "[data]",
+        '[data]\nsplit = "one-digit"',
+        r"data\.split must be one of .*'one_digit'",
+    ),
+    "two variants with one folder": ('"DP-FedAvg"', '"fedHDP"', r"variants whose names differ"),
     "no TOML": ("rounds = 12", "rounds = = 12", "is no TOML"),
 }
 

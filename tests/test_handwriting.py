@@ -138,7 +138,7 @@ def test_a_sheet_has_a_row_for_each_writer_and_a_column_for_each_glyph():
         ({"clients": 0}, "clients must be at least 1, not 0"),
         ({"samples": 0}, "samples must be at least 1, not 0"),
         ({"test_samples": -1}, "test_samples must be at least 0, not -1"),
-        ({"server_test": -5}, "server_test must be at least 0, not -5"),
+        ({"server_test": -5}, "server_test must be at least 1, not -5"),
         ({"seed": -1}, "seed must be at least 0, not -1"),
         ({"seed": 2**31}, "seed must be below 2**31, not 2147483648"),
         ({"split": "skewed", "skewed_clients": 21}, "skewed_clients must be at most clients (20), not 21"),

@@ -335,6 +335,16 @@ def test_personal_models_of_fewer_epochs_are_said_and_not_mixed_with_others(toy,
     assert "training differ" in capsys.readouterr().err
 
 
+def test_a_folder_with_something_else_in_it_is_not_written_over(toy, tmp_path, monkeypatch, capsys):
+    for name, words in (("experiment.toml", "holds a run"), ("letter.txt", "is not empty, and holds no table")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).touch()
+        assert command(monkeypatch, "noniid-mnist", "--rows", "dp-fedavg", "--out", folder) == 2
+        assert words in capsys.readouterr().err
+        assert [path.name for path in folder.iterdir()] == [name]
+
+
 def test_noise_from_a_seed_comes_out_the_same_again_and_is_each_seeds_own(toy, tmp_path, monkeypatch, capsys):
     words = ("noniid-mnist", "--rows", "dp-fedavg", "--pulls", 0.05, "--seeds", 2)
     for folder in ("one", "again"):

@@ -5,6 +5,7 @@ One module for each command or family of commands; each is imported when it is a
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Annotated
 
@@ -34,6 +35,9 @@ app.add_typer(theory.app, name="theory")
 
 def main() -> None:
     """Run the command line; what a user did wrong is said in one line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that has no ε still gets its table
     try:
         sys.exit(app(standalone_mode=False))
     except click.exceptions.NoArgsIsHelpError:  # the help has been printed

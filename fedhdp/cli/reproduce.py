@@ -73,16 +73,22 @@ def reproduce(
     `fedhdp reproduce noniid-mnist --render --json`
     """
     from fedhdp.experiments.own import parts, rows_of
-    from fedhdp.experiments.paper import ROUNDS, Options
+    from fedhdp.experiments.paper import ROUNDS, TABLES, Options, stands_for
+    from fedhdp.experiments.reproducing import refuse_what_is_not_ours
     from fedhdp.report.paper_files import write
     from fedhdp.report.paper_tables import compare
 
     rows_of(name, rows)  # an unknown table or row is refused first
     folder = out or Path("runs") / "paper" / name
+    refuse_what_is_not_ours(folder)
     errors = Console(stderr=True, highlight=False, markup=False)
     if not render:
         options = Options(data, sampling, batches, personal_epochs, _pulls(pulls), rounds or ROUNDS, noise_seed)
-        _run(parts(name, rows, _seeds(seeds), options), folder, _command(context), out, errors)
+        made = parts(name, rows, _seeds(seeds), options)
+        errors.print(
+            f"data: {stands_for(TABLES.get(name, TABLES['noniid-mnist']), made[0].experiment.data)}", soft_wrap=True
+        )
+        _run(made, folder, _command(context), out, errors)
     found = compare(folder, name)
     write(folder, found)
     print_json(found) if json else _print(found)
@@ -138,15 +144,16 @@ def _run(parts: list[Part], folder: Path, command: str, out: Path | None, errors
             continue
         going = "goes on" if reproducing.begun(folder, part) else "begins"
         place = f"part {number} of {len(parts)}: seed {part.seed}, {part.name}"
-        errors.print(f"{place} {going}, {len(part.experiment.variants)} variants", soft_wrap=True)
+        count = len(part.experiment.variants)
+        errors.print(f"{place} {going}, {count} variant{'s' * (count > 1)}", soft_wrap=True)
+        again = command if out is None else f"{command} --out {shlex.quote(str(out))}"
         try:
-            with ProgressDisplay(errors) as display:
+            with ProgressDisplay(errors, again) as display:
                 reproducing.run_part(part, folder, display.watch, command)
             stopped = display.stop and number < len(parts)
         except Interrupted:
             stopped = True
         if stopped:
-            again = command if out is None else f"{command} --out {shlex.quote(str(out))}"
             errors.print(f"stopped; to go on: {again}", style="yellow", soft_wrap=True)
             sys.exit(130)
 

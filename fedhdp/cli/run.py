@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
 if TYPE_CHECKING:
     from fedhdp.outcome import Summary
+
+NAMES = 12  # columns of a terminal that algorithms' names need at least
 
 
 def list_experiments() -> None:
@@ -30,12 +34,13 @@ def list_experiments() -> None:
 
 def run(
     experiment: Annotated[
-        str, typer.Argument(metavar="[NAME or FILE.toml]", help="What to run; see `fedhdp list`.")
-    ] = "quickstart",
+        str | None,
+        typer.Argument(metavar="[NAME or FILE.toml]", help="What to run; see `fedhdp list`. Default: quickstart."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/NAME-TIME.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of data, initial model, cohorts and batches.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of data, initial model and batches.")] = None,
     noise_seed: Annotated[
-        int | None, typer.Option(help="Seed of the noise: repeatable, and therefore not private.")
+        int | None, typer.Option(help="Seed of noise and cohorts: repeatable, and therefore not private.")
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds to train.")] = None,
     ledger: Annotated[Path | None, typer.Option(help="File in which this population's spending is kept.")] = None,
@@ -62,7 +67,7 @@ def run(
     from fedhdp.experiments.spec import find
     from fedhdp.progress import ProgressDisplay
 
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, markup=False)
     changes = {
         "seed": seed,
         "noise_seed": noise_seed,
@@ -70,20 +75,21 @@ def run(
         "ledger": None if ledger is None else str(ledger),
     }
     given = {name: value for name, value in changes.items() if value is not None}
-    if resume is not None and (given or out is not None):
-        raise ValueError("--resume goes on with what was begun: it takes no other options but --json")
+    if resume is not None and (given or out is not None or experiment is not None):
+        raise ValueError("--resume goes on with what was begun: it takes no experiment, and no options but --json")
     if resume is None:
-        chosen = msgspec.structs.replace(find(experiment, EXPERIMENTS), **given)
+        chosen = msgspec.structs.replace(find(experiment or "quickstart", EXPERIMENTS), **given)
         folder = out or Path("runs") / f"{results.slug(chosen.name)}-{time.strftime('%Y%m%d-%H%M%S')}"
     else:
         folder = resume
+    if resume is None and chosen.ledger is not None and not Path(chosen.ledger).exists():
+        errors.print(f"{chosen.ledger}: a new ledger", highlight=False, soft_wrap=True)
+    again = f"fedhdp run --resume {shlex.quote(str(folder))}"
     try:
-        with ProgressDisplay(errors) as display:
+        with ProgressDisplay(errors, again) as display:
             summary = runs.run(chosen, folder, display.watch) if resume is None else runs.resume(folder, display.watch)
     except runs.Interrupted:
-        errors.print(
-            f"stopped; to go on: fedhdp run --resume {folder}", style="yellow", highlight=False, soft_wrap=True
-        )
+        errors.print(f"stopped; to go on: {again}", style="yellow", highlight=False, soft_wrap=True)
         sys.exit(130)
     if json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
@@ -95,7 +101,7 @@ def run(
 def _print_table(summary: Summary) -> None:
     from fedhdp.outcome import footnotes, table
 
-    console = Console() if sys.stdout.isatty() else Console(width=200)
+    console = Console(markup=False) if sys.stdout.isatty() else Console(width=200, markup=False)
     header, rows = table(summary.variants)
     wide = sum(max(map(len, column)) + 2 for column in zip(header, *rows)) <= console.width
     if not wide:
@@ -108,6 +114,15 @@ def _print_table(summary: Summary) -> None:
         shown.add_row(*row)
     console.print(f"{summary.experiment}: accuracy in %" + (", variance across clients in parentheses" if wide else ""))
     console.print("Acc_g: the server's test set; g and l: clients' own data, with the global and with personal models")
-    console.print(shown)
+    words = [max(map(len, "\n".join(column).split("\n"))) for column in zip(header, *rows)]
+    if sum(words[1:]) + len(words) + NAMES > console.width:  # too narrow for a table
+        for name, *cells in rows:
+            console.print(name, style="bold", highlight=False)
+            said = (
+                f"{what} {cell}".replace("\n", "\u00a0").replace(" ", "\u00a0") for what, cell in zip(header[1:], cells)
+            )
+            console.print(Padding(", ".join(said), (0, 0, 0, 2)), highlight=False)
+    else:
+        console.print(shown)
     for line in footnotes(summary.variants):
         console.print(line, style="dim", highlight=False)

@@ -273,7 +273,7 @@ def _check(
         raise ValueError(f"classes must be 10 or 62, not {classes}")
     for name, value, least in (
         ("clients", clients, 1), ("samples", samples, 1), ("test_samples", test_samples, 0),
-        ("server_test", server_test, 0), ("skewed_clients", skewed_clients, 0), ("seed", seed, 0),
+        ("server_test", server_test, 1), ("skewed_clients", skewed_clients, 0), ("seed", seed, 0),
     ):  # fmt: skip
         if value < least:
             raise ValueError(f"{name} must be at least {least}, not {value}")

@@ -59,6 +59,13 @@ def begun(out: Path, part: Part) -> bool:
     return (out / part.folder / results.EXPERIMENT).exists()
 
 
+def refuse_what_is_not_ours(out: Path) -> None:
+    """A table is drawn up in a folder of its own: what else is in one is not written over."""
+    if out.is_dir() and any(out.iterdir()) and not any(out.glob("seed-*")):
+        what = "holds a run" if (out / results.EXPERIMENT).exists() else "is not empty, and holds no table"
+        raise ValueError(f"--out {out} {what}: name another folder")
+
+
 def fitted(out: Path, parts: Iterable[Part]) -> list[Part]:
     """The parts as a folder has them: what was begun there goes on, and what it lacks of a part is one more."""
     return [one for part in parts for one in _fitted(out, part)]

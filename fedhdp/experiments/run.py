@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 import fedhdp
 from fedhdp import results
@@ -36,7 +36,7 @@ class Progress(NamedTuple):
     rounds: int
     accuracies: tuple[float, ...] = ()  # of each variant on the server's test set, as last evaluated
     # Of each group, priced when it is asked for: its epsilon after this round, and the rounds that its budget still allows.
-    epsilon: Callable[[], dict[str, float]] = dict  # empty where it is not known
+    epsilon: Callable[[], dict[str, tuple[float, float]]] = dict  # least and most among variants; empty if not known
     left: Callable[[], dict[str, float]] = dict  # empty without a ledger
 
 
@@ -48,10 +48,16 @@ Watch = Callable[[Progress], bool]  # is told after every round; False asks the 
 
 
 def run(experiment: Experiment, out: Path, watch: Watch) -> Summary:
-    """Run an experiment into a new folder."""
+    """Run an experiment into a new folder; where it cannot even begin, there is no folder."""
     mechanism = experiment.mechanism.mechanism(experiment.rounds, experiment.delta)
+    if experiment.ledger is not None:  # wherever it is gone on with from
+        experiment = replace(experiment, ledger=str(Path(experiment.ledger).absolute()))
     with RunFolder.create(out, to_toml(experiment).encode()) as folder:
-        return _run(experiment, mechanism, folder, watch)
+        try:
+            return _run(experiment, mechanism, folder, watch)
+        except (ValueError, OSError):
+            folder.discard_if_empty()
+            raise
 
 
 def resume(out: Path, watch: Watch) -> Summary:
@@ -73,11 +79,14 @@ def resume(out: Path, watch: Watch) -> Summary:
 def _run(experiment: Experiment, mechanism: Mechanism, folder: RunFolder, watch: Watch) -> Summary:
     parts = [folder.variant(variant.name) for variant in experiment.variants]
     finished = [part.result() for part in parts]
+    begun = any(result is not None or part.checkpoint() is not None for result, part in zip(finished, parts))
+    if begun and experiment.ledger is not None and not Path(experiment.ledger).exists():
+        raise ValueError(f"{experiment.ledger} is gone: a run cannot go on without the ledger that it was charged in")
     if None in finished:
         first = finished.index(None)
         watch(Progress(experiment.variants[first].name, first + 1, len(parts), 0, experiment.rounds))
         population = experiment.data.load(mechanism, experiment.seed)
-        inputs = int(population.server_x_N[0].size)
+        inputs = int(np.prod(population.input_shape))
         model = experiment.model.build(inputs, population.classes)  # one, so that it compiles once
         mechanisms = [variant.mechanism(mechanism) for variant in experiment.variants]
         with _ledger(experiment) as ledger:
@@ -218,14 +227,11 @@ def _payers(
     ]
 
 
-def _priced(payers: list[Payer], rounds: int) -> dict[str, float]:
-    """Each group's largest epsilon among the variants that protect it; infinity if none does."""
+def _priced(payers: list[Payer], rounds: int) -> dict[str, tuple[float, float]]:
+    """Each group's least and largest epsilon among the variants."""
     by_payer = [payer.epsilon(rounds) for payer in payers]
-    found = {}
-    for name in by_payer[0]:
-        finite = [epsilon[name] for epsilon in by_payer if math.isfinite(epsilon[name])]
-        found[name] = max(finite, default=math.inf)
-    return found
+    of_group = {name: [epsilon[name] for epsilon in by_payer] for name in by_payer[0]}
+    return {name: (min(epsilons), max(epsilons)) for name, epsilons in of_group.items()}
 
 
 def _latest(history: list[Row]) -> float | None:

@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 import tomli_w
@@ -21,6 +21,7 @@ from fedhdp.client import LocalTraining
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup, require
 from fedhdp.models import Model, cnn, linear, mlp
 from fedhdp.population import Population, hold_out
+from fedhdp.results import slug
 from fedhdp.server import ServerStep
 
 
@@ -38,7 +39,8 @@ class WantedGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         given = (self.noise_multiplier is not None) + (self.epsilon is not None)
-        require(given == 1, f"group {self.name!r}", given, "given either a noise_multiplier or an epsilon")
+        said = ("neither", "", "both")[given]
+        require(given == 1, f"group {self.name!r}", said, "given either a noise_multiplier or an epsilon")
         if self.epsilon is not None:
             require(self.epsilon > 0, "epsilon", self.epsilon, "above 0")
         if self.delta is not None:
@@ -256,7 +258,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
         require(len(self.variants) >= 1, "variants", self.variants, "at least one variant")
         names = [variant.name for variant in self.variants]
-        require(len(set(names)) == len(names), "variants", names, "variants of different names")
+        slugs = {slug(name) for name in names}
+        require(len(slugs) == len(names), "variants", names, "variants whose names differ in letters a to z or digits")
         total = sum(group.clients for group in self.mechanism.groups)
         rule = f"groups whose clients add up to data.clients, {self.data.clients}"
         require(total == self.data.clients, "mechanism.groups", total, rule)
@@ -303,8 +306,25 @@ def _in_words(message: str, raw: Any) -> str:
     if unknown:
         prefix = f"{path}." if path else ""
         return f"unknown field {prefix}{unknown[1]} = {value.get(unknown[1])!r}"
+    last = re.sub(r"\[\d+\]", "", path).rpartition(".")[2]
+    if complaint.startswith("Invalid enum value") and last in CHOICES:
+        return f"{path} must be one of {', '.join(CHOICES[last])}, got {value!r}"
     given = "" if "got" in complaint and isinstance(value, dict | list) else f" ({value!r})"
     return f"{path}: {complaint}{given}" if path else complaint
+
+
+def _choices(type_: Any) -> list[str]:
+    """What a field may be, where that is a list of words or numbers."""
+    args = [one for one in get_args(type_) if one is not type(None)]
+    return [repr(one) for one in args] if get_origin(type_) is Literal else [c for one in args for c in _choices(one)]
+
+
+CHOICES = {
+    field.name: found
+    for struct in (Handwriting, Mnist, Femnist, WantedMechanism, ServerStep, Experiment)
+    for field in msgspec.structs.fields(struct)
+    if (found := _choices(field.type))
+}
 
 
 def to_toml(experiment: Experiment) -> str:
@@ -319,13 +339,15 @@ def _without_none(value: Any) -> Any:
 
 
 def find(name: str, built_in: dict[str, Callable[[], Experiment]]) -> Experiment:
-    """An experiment by the name of a built-in one or of a TOML file."""
+    """An experiment by the name of a built-in one or of a TOML file, whose ledger is beside it unless it says where."""
     if name in built_in:
         return built_in[name]()
     if not name.endswith(".toml"):
         raise ValueError(f"there is no experiment {name!r}; there are {', '.join(built_in)}, or give a file.toml")
     try:
-        return from_toml(Path(name).read_text(), name)
+        found = from_toml(Path(name).read_text(), name)
+        at = found.ledger and str(Path(name).absolute().parent / found.ledger)
+        return msgspec.structs.replace(found, ledger=at)
     except OSError as error:
         raise ValueError(f"{name} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

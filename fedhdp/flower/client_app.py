@@ -72,12 +72,12 @@ def client_app(
     @app.train()
     def train(message: Message, context: Context) -> Message:
         parameters, order = read_order(message)
-        kept = _kept(context)
+        kept, mine = _kept(context), trainer(context)  # one that cannot train fails before anything is counted
         try:
             _agree(kept, order, level(context), context)
         except Declined as error:
             return _decline(message, order, error)
-        mine, own = trainer(context), _personal(kept, parameters)
+        own = _personal(kept, parameters)
         trained, personal = mine.fit(_copy(parameters), _copy(own or parameters), order.pull, order.round)
         if personal is not None and all(np.isfinite(array).all() for array in personal.values()):
             kept.keep_personal(personal)

@@ -85,10 +85,8 @@ def reproduce(
     if not render:
         options = Options(data, sampling, batches, personal_epochs, _pulls(pulls), rounds or ROUNDS, noise_seed)
         made = parts(name, rows, _seeds(seeds), options)
-        errors.print(
-            f"data: {stands_for(TABLES.get(name, TABLES['noniid-mnist']), made[0].experiment.data)}", soft_wrap=True
-        )
-        _run(made, folder, _command(context), out, errors)
+        about = stands_for(TABLES.get(name, TABLES["noniid-mnist"]), made[0].experiment.data)
+        _run(made, folder, about, _command(context), out, errors)
     found = compare(folder, name)
     write(folder, found)
     print_json(found) if json else _print(found)
@@ -132,13 +130,14 @@ def _command(context: typer.Context) -> str:
     return shlex.join(["fedhdp", "reproduce", *words])
 
 
-def _run(parts: list[Part], folder: Path, command: str, out: Path | None, errors: Console) -> None:
+def _run(parts: list[Part], folder: Path, about: str, command: str, out: Path | None, errors: Console) -> None:
     """Run what is not done yet; Ctrl-C stops after the round and says how to go on."""
     from fedhdp.experiments import reproducing
     from fedhdp.experiments.run import Interrupted
     from fedhdp.progress import ProgressDisplay
 
     parts = reproducing.fitted(folder, parts)
+    errors.print(f"data: {about}", soft_wrap=True)
     for number, part in enumerate(parts, 1):
         if reproducing.done(folder, part):
             continue

@@ -6,7 +6,27 @@ import ast
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
+
+from fedhdp.algorithms import ALGORITHMS
+from fedhdp.client import LocalTraining
+from fedhdp.experiments.spec import (
+    Cnn,
+    Experiment,
+    Femnist,
+    Handwriting,
+    LifetimeBudget,
+    Linear,
+    Mlp,
+    Mnist,
+    Variant,
+    WantedGroup,
+    WantedMechanism,
+    from_toml,
+)
+from fedhdp.mechanism import AdaptiveClip
+from fedhdp.server import ServerStep
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fedhdp"
@@ -128,3 +148,24 @@ def test_every_command_says_what_it_does_and_what_each_of_its_words_means():
     for words, command in found:
         assert command.help, words
         assert [one.name for one in command.params if not one.help] == [], words
+
+
+def test_the_page_about_experiments_has_every_key_and_its_example_can_be_run():
+    page = (ROOT / "docs" / "experiments.md").read_text()
+    structs = [
+        Experiment,
+        WantedMechanism,
+        WantedGroup,
+        AdaptiveClip,
+        Variant,
+        LifetimeBudget,
+        LocalTraining,
+        ServerStep,
+    ]
+    structs += [Handwriting, Mnist, Femnist, Mlp, Cnn, Linear]
+    keys = {field.encode_name for struct in structs for field in msgspec.structs.fields(struct)}
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", page))))
+    assert keys - named == set()
+    assert all(f'"{name}"' in page for name in ALGORITHMS)
+    example = page.split("```toml\n")[1].split("```")[0]
+    assert [variant.name for variant in from_toml(example, "the page").variants] == ["DP-FedAvg", "FedHDP"]

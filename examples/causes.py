@@ -52,7 +52,7 @@ class UniformCohorts(Simulation):
     package does this: who knows the others' groups learns from the denominators whether a client came.
     """
 
-    def cohort(self, round: int) -> np.ndarray:
+    def draw_cohort(self, round: int) -> np.ndarray:
         """Who is asked; the round's numbers follow who came."""
         count = int(self.mechanism.expected_cohort)
         drawn = np.random.default_rng([self.seed, 100, round]).choice(self.population.clients, count, replace=False)
@@ -135,7 +135,7 @@ def accuracies(choice: Choice, seed: int, skewed: bool, rounds: int) -> np.ndarr
     state, found = simulation.start(), []
     while state.round < rounds:
         state = simulation.play(state)
-        if state.round % 20 == 0:
+        if state.round % 20 == 0 or state.round == rounds:
             rows = simulation.evaluate(state)
             on_server = (SERVER, "global", "accuracy")
             found.append([100 * next(row.value for row in one if row[1:4] == on_server) for one in rows])

@@ -148,7 +148,7 @@ def footnotes(variants: list[VariantResult]) -> list[str]:
     for variant in variants:
         refused = sum(group.refused for group in variant.groups)
         notes += [f"{variant.name}: stopped after round {variant.rounds}: {variant.stopped}"] if variant.stopped else []
-        notes += [f"{variant.name}: {refused} updates were not finite and were refused"] if refused else []
+        notes += [f"{variant.name}: updates refused, since not finite or not in order: {refused}"] if refused else []
     if any(variant.repeatable for variant in variants):
         notes.append("noise and cohorts came from a given seed: repeatable, and therefore not private")
     return notes

@@ -947,5 +947,18 @@ def test_a_deployments_folder_reads_like_a_simulations(tmp_path):
     assert json.loads((Path(wanted.out) / results.RUN).read_text())["id"].startswith("run-")
 
 
+def test_the_servers_own_test_set_is_looked_at_without_asking_clients(tmp_path):
+    wanted, grid = deployment(tmp_path, score_every=1), everyone(app=PLAIN)
+    serve(grid, wanted, PLAIN_MODEL, lambda arrays: float(arrays["w"].mean()))
+    looked = [row.round for row in history_of(wanted) if (row.group, row.metric) == (SERVER, "accuracy")]
+    assert looked == [1, 2, 3, 3]
+    assert not any(message.content["order"]["evaluate"] for message in grid.pushed if trains([message]))
+
+
+def test_a_model_that_is_no_dictionary_is_refused_in_words(tmp_path):
+    with pytest.raises(TypeError, match="a dictionary of named NumPy arrays, not a list"):
+        serve(everyone(app=PLAIN), deployment(tmp_path), list(PLAIN_MODEL.values()))
+
+
 def test_a_model_goes_into_a_row_and_back():
     assert equal(unflat(flat(PLAIN_MODEL), PLAIN_MODEL), PLAIN_MODEL)

@@ -58,6 +58,8 @@ def promise(
         ledger.promise(group, epsilon, delta)
         standing = _standing(ledger, group, delta)
     waits = "" if standing["clients"] else " It has not been in a run yet; the budget waits for it."
+    if standing["epsilon"] > epsilon:
+        waits = " That is more than the promise: what is spent cannot be unspent, and no further round will be run."
     if new:
         console().print(f"{file}: a new ledger")
     console().print(

@@ -57,6 +57,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     budgets: dict[str, LifetimeBudget] = {}
     when_spent: Literal["stop", "leave_out"] = "stop"
     evaluate_every: int = 0  # ask clients how good models are, every so many rounds and at the end; 0: never
+    score_every: int = 0  # look at the server's own test set, every so many rounds and at the end; 0: as evaluate_every
     least_clients: int = 1  # how many must have registered before the first round
     gather_seconds: float = 60.0  # how long a client may take to say which level it chose
     reply_seconds: float = 600.0  # how long a client may take for a round; later is absent
@@ -69,6 +70,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
         require(self.least_clients >= 1, "least_clients", self.least_clients, "at least 1")
         require(self.evaluate_every >= 0, "evaluate_every", self.evaluate_every, "at least 0")
+        require(self.score_every >= 0, "score_every", self.score_every, "at least 0")
         for field in ("gather_seconds", "reply_seconds"):
             require(0 < getattr(self, field) < math.inf, field, getattr(self, field), "finite and above 0")
         for name in self.budgets:

@@ -68,6 +68,8 @@ def server_app(start_model: Callable[[Deployment], Arrays], score: Score | None 
 def serve(grid: Grid, deployment: Deployment, start_model: Arrays, score: Score | None = None) -> Summary:
     """Run a deployment to its end, from wherever its folder says that it is."""
     out = Path(deployment.out)
+    if not isinstance(start_model, dict):
+        raise TypeError(f"a model is a dictionary of named NumPy arrays, not a {type(start_model).__name__}")
     with _folder(out, deployment) as folder, Ledger(deployment.ledger, fits) as ledger:
         if (out / results.SUMMARY).exists():
             log(WARNING, "%s holds a run that is finished", out)

@@ -159,7 +159,8 @@ class FedHDP(Strategy):
         self.rows = self._score_rows(self.round, scores)  # of the model that was sent
         self.round += 1
         self.rows += self._round_rows(came)
-        if self.deployment.evaluate_every and self.round % self.deployment.evaluate_every == 0:
+        look = self.deployment.score_every or self.deployment.evaluate_every
+        if look and self.round % look == 0:
             self.rows += self._server_rows()
         self._say(came, counts)
         return as_record(self.model), MetricRecord({"replies": came.total(), "clip": float(self.state.clip)})
@@ -230,7 +231,7 @@ class FedHDP(Strategy):
         return None
 
     def _score_rows(self, round: int, scores: dict[str, dict[str, float]]) -> list[Row]:
-        """What clients say of the global model and of their own, by group; nobody's own score is kept."""
+        """What clients say of the global model and of their own, by group; of a group of one that is its own score."""
         group_of, names = dict(self._clients()), [group.name for group in self.purse.mechanism.groups]
         rows = []
         for model in ("global", "personal"):

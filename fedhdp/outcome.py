@@ -144,7 +144,7 @@ def footnotes(variants: list[VariantResult]) -> list[str]:
                 pld = "" if group.epsilon_pld is None else f", by PLD {group.epsilon_pld:.3f}"
                 said = f"ε {group.name} = {group.epsilon:.3f}{pld}: {group.epsilon_basis}"
                 lines.setdefault(said, []).append(variant.name)
-    notes = [f"{said} [{', '.join(names)}]" for said, names in lines.items()]
+    notes = [f"{said} [{'; '.join(names)}]" for said, names in lines.items()]
     for variant in variants:
         refused = sum(group.refused for group in variant.groups)
         notes += [f"{variant.name}: stopped after round {variant.rounds}: {variant.stopped}"] if variant.stopped else []

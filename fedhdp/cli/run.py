@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 
 if TYPE_CHECKING:
     from fedhdp.outcome import Summary
-
-NAMES = 12  # columns of a terminal that algorithms' names need at least
 
 
 def list_experiments() -> None:
@@ -103,26 +100,34 @@ def _print_table(summary: Summary) -> None:
 
     console = Console(markup=False) if sys.stdout.isatty() else Console(width=200, markup=False)
     header, rows = table(summary.variants)
-    wide = sum(max(map(len, column)) + 2 for column in zip(header, *rows)) <= console.width
+    wide = _width(header, rows) <= console.width
     if not wide:
         header, rows = table(summary.variants, variances=False)
         header = [name.replace(" ", "\n") for name in header]
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), collapse_padding=True, show_edge=False)
-    for number, name in enumerate(header):
-        shown.add_column(name, justify="right" if number else "left", no_wrap=number > 0, overflow="fold")
-    for row in rows:
-        shown.add_row(*row)
     console.print(f"{summary.experiment}: accuracy in %" + (", variance across clients in parentheses" if wide else ""))
     console.print("Acc_g: the server's test set; g and l: clients' own data, with the global and with personal models")
-    words = [max(map(len, "\n".join(column).split("\n"))) for column in zip(header, *rows)]
-    if sum(words[1:]) + len(words) + NAMES > console.width:  # too narrow for a table
-        for name, *cells in rows:
-            console.print(name, style="bold", highlight=False)
-            said = (
-                f"{what} {cell}".replace("\n", "\u00a0").replace(" ", "\u00a0") for what, cell in zip(header[1:], cells)
-            )
-            console.print(Padding(", ".join(said), (0, 0, 0, 2)), highlight=False)
-    else:
+    for columns in _fitting(header, rows, console.width):
+        shown = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), collapse_padding=True, show_edge=False)
+        for number in columns:
+            shown.add_column(header[number], justify="right" if number else "left", no_wrap=number > 0, overflow="fold")
+        for row in rows:
+            shown.add_row(*(row[number] for number in columns))
         console.print(shown)
     for line in footnotes(summary.variants):
         console.print(line, style="dim", highlight=False)
+
+
+def _width(header: list[str], rows: list[list[str]]) -> int:
+    return sum(max(len(word) for cell in column for word in cell.split("\n")) + 2 for column in zip(header, *rows))
+
+
+def _fitting(header: list[str], rows: list[list[str]], width: int) -> list[list[int]]:
+    """The columns in as many tables as a terminal needs, each with the names, which may be folded to half of it."""
+    widths = [_width([name], [[row[number]] for row in rows]) for number, name in enumerate(header)]
+    names = min(widths[0], width // 2)
+    tables: list[list[int]] = [[0]]
+    for number in range(1, len(header)):
+        if names + sum(widths[column] for column in tables[-1][1:]) + widths[number] > width and len(tables[-1]) > 1:
+            tables.append([0])
+        tables[-1].append(number)
+    return tables

@@ -53,7 +53,8 @@ class ProgressDisplay:
         if self.stop:  # at once: an exception would be raised in the middle of what threads compute
             if self.live:
                 self.bars.stop()
-            self.console.print(f"stopped at once{self.again and '; to go on: '}{self.again}", style="yellow")
+            go_on = f"; to go on: {self.again}" if self.again else ""
+            self.console.print(f"stopped at once{go_on}", style="yellow", highlight=False, soft_wrap=True)
             os._exit(130)
         self.stop = True
         self.console.print("stopping after this round; once more stops at once", style="yellow")

@@ -32,7 +32,7 @@ def show(
     from fedhdp.ledger import Ledger
 
     with Ledger(file, fits, read_only=True) as ledger:
-        answer = {"ledger": str(file), "groups": [_standing(ledger, name, delta) for name in ledger.groups()]}
+        answer = {"ledger": str(file), "groups": [standing_of(ledger, name, delta) for name in ledger.groups()]}
         answer["runs"] = [
             {"run": run.name, "started": run.started, "rounds_charged": run.charged} for run in ledger.runs()
         ]
@@ -56,9 +56,9 @@ def promise(
     new = not file.exists()
     with Ledger(file, fits) as ledger:
         ledger.promise(group, epsilon, delta)
-        standing = _standing(ledger, group, delta)
+        standing = standing_of(ledger, group, delta)
     waits = "" if standing["clients"] else " It has not been in a run yet; the budget waits for it."
-    if standing["epsilon"] > epsilon:
+    if (standing["epsilon"] or 0.0) > epsilon:
         waits = " That is more than the promise: what is spent cannot be unspent, and no further round will be run."
     if new:
         console().print(f"{file}: a new ledger")
@@ -67,7 +67,7 @@ def promise(
     )
 
 
-def _standing(ledger: Ledger, name: str, delta: float) -> dict[str, Any]:
+def standing_of(ledger: Ledger, name: str, delta: float) -> dict[str, Any]:
     """What a group has spent and has left, with what that rests on."""
     from fedhdp.accounting import ADJACENCY, compose, rounds_left, spends
 

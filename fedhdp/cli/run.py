@@ -13,6 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from fedhdp.cli.show import in_short
+
 if TYPE_CHECKING:
     from fedhdp.outcome import Summary
 
@@ -92,6 +94,7 @@ def run(
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
         return
     _print_table(summary)
+    _print_ledger(folder)
     errors.print(f"kept in {folder}", style="dim", highlight=False, soft_wrap=True)
 
 
@@ -115,6 +118,25 @@ def _print_table(summary: Summary) -> None:
         console.print(shown)
     for line in footnotes(summary.variants):
         console.print(line, style="dim", highlight=False)
+
+
+def _print_ledger(folder: Path) -> None:
+    """What the population has spent by now, where a ledger knows: the table is about this run alone."""
+    from fedhdp.accounting import fits
+    from fedhdp.cli.ledger import standing_of
+    from fedhdp.experiments.spec import from_toml
+    from fedhdp.ledger import Ledger
+    from fedhdp.results import EXPERIMENT
+
+    experiment = from_toml((folder / EXPERIMENT).read_text(), str(folder / EXPERIMENT))
+    if experiment.ledger is None or not Path(experiment.ledger).exists():
+        return
+    with Ledger(experiment.ledger, fits, read_only=True) as ledger:
+        names = [group.name for group in experiment.mechanism.groups if group.name in ledger.groups()]
+        spent = {name: standing_of(ledger, name, experiment.delta_of(name))["epsilon"] for name in names}
+    told = ", ".join(f"ε {name} = {in_short(epsilon, 'not known')}" for name, epsilon in spent.items())
+    said = f"{experiment.ledger}, over all its runs and variants: {told}"
+    Console(markup=False).print(said, style="dim", highlight=False, soft_wrap=True)
 
 
 def _width(header: list[str], rows: list[list[str]]) -> int:

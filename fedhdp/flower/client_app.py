@@ -16,7 +16,7 @@ The owner's wishes are in the SuperNode's ``--node-config``:
 from __future__ import annotations
 
 from collections.abc import Callable
-from logging import WARNING
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,6 +67,8 @@ def client_app(
         promises = kept.promises()
         if offer.run not in promises:  # what was promised first holds
             kept.keep_promises(promises | {offer.run: promised(offer, level(context))})
+            wishes = (level(context) or "the strictest there is", _budget(context) or "none", _tells(context))
+            log(INFO, "run %s: level %s, own budget %s, tells scores: %s", offer.run, *wishes)
         return tell_choice(message, Choice(level(context), kept.identity()))
 
     @app.train()
@@ -131,6 +133,11 @@ def _budget(context: Context) -> Budget | None:
     return None if epsilon is None else Budget(float(epsilon), float(1e-5 if delta is None else delta))
 
 
+def _tells(context: Context) -> bool:
+    """Whether the owner lets scores be told; what is not plainly a yes is a no."""
+    return str(context.node_config.get("scores", True)).lower() in ("true", "yes", "on", "1")
+
+
 def _decline(message: Message, order: Order, why: Declined) -> Message:
     log(WARNING, "round %d of run %s is declined: %s", order.round, order.run, why)
     return decline_message(message, order, str(why))
@@ -145,7 +152,6 @@ def _scores(
     trainer: Trainer, order: Order, context: Context, parameters: Arrays, personal: Arrays | None
 ) -> dict[str, float]:
     """How good both models are, if it was asked and the owner does not mind; a new client's own is the global one."""
-    told = str(context.node_config.get("scores", True)).lower() in ("true", "yes", "on", "1")
-    if trainer.score is None or not order.evaluate or not told:
+    if trainer.score is None or not order.evaluate or not _tells(context):
         return {}
     return {"global": trainer.score(parameters), "personal": trainer.score(personal or parameters)}

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 import fedhdp.cli
+from fedhdp.accounting import fits
 from fedhdp.datasets import directory, download, mnist, stored
 from fedhdp.datasets.directory import File, data_directory
 from fedhdp.datasets.femnist import femnist
@@ -32,6 +33,7 @@ from fedhdp.datasets.tff import parse_example
 from fedhdp.datasets.tff_sizes import tff_sizes
 from fedhdp.experiments import EXPERIMENTS
 from fedhdp.experiments.spec import Femnist, Handwriting, Mnist, from_toml, to_toml
+from fedhdp.ledger import Ledger
 
 RNG = np.random.default_rng(0)
 BESIDE = Path(__file__).parent.parent.parent / "shared" / "data"
@@ -134,6 +136,13 @@ def test_an_idx_file_that_is_short_or_wrong_is_refused_in_one_line_that_names_it
     (tmp_path / "some-idx").write_bytes(raw)
     with pytest.raises(ValueError, match=r"^.*some-idx .*$"):
         mnist.read_idx(tmp_path / "some-idx")
+
+
+def test_a_ledger_is_not_taken_for_data(tmp_path):
+    with Ledger(tmp_path / "population.ledger", fits):
+        pass
+    with pytest.raises(ValueError, match="is no file of a known source"):
+        import_files([tmp_path / "population.ledger"], quiet, tmp_path / "data")
 
 
 def test_mnist_is_recognised_by_what_is_in_its_files_not_by_their_names(tmp_path, monkeypatch):

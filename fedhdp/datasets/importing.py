@@ -65,6 +65,8 @@ def recognise(path: Path) -> str | None:
     """The source that a file belongs to, by its content; None if none. A damaged file is refused."""
     with open(path, "rb") as file:
         head = file.read(512)
+    if head.startswith(tff.SQLITE) and head[68:72] != bytes(4):  # a database of a program that says which it is
+        return None
     if head.startswith(tff.SQLITE) or (head.startswith((tff.XZ, tff.LZMA_ALONE)) and _unpacks_to_sqlite(path)):
         return "emnist-tff"
     if head.startswith(b"PK\x03\x04") and path.suffix == ".npz":

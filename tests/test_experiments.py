@@ -532,7 +532,8 @@ def test_variants_that_differ_in_pulls_alone_share_one_global_training(tmp_path)
     (variant,) = (one for one in tiny().variants if one.name == "FedHDP")
     pulls = {f"pull {pull:g}": {"private": pull, "opted out": pull} for pull in (0.0, 0.5, 5.0)}
     variants = tuple(replace(variant, name=name, pulls=pull) for name, pull in pulls.items())
-    experiment = tiny(variants=variants, noise_seed=None, data=replace(tiny().data, validation=0.4))
+    data = replace(tiny().data, validation=0.4, test_samples=50)
+    experiment = tiny(variants=variants, noise_seed=None, data=data)
     summary = run(experiment, tmp_path / "run", onwards)  # with noise nobody can draw again
     models = [results.read_arrays(tmp_path / "run" / results.slug(name) / "model.npz") for name in pulls]
     for other in models[1:]:

@@ -163,15 +163,20 @@ def _kill_when(process: subprocess.Popen, ready) -> None:  # type: ignore[no-unt
     process.wait()
 
 
-def test_ctrl_c_stops_after_the_round_with_a_checkpoint_and_says_how_to_go_on(whole, tmp_path):
-    folder = tmp_path / "stopped"
-    longer = tmp_path / "longer.toml"
+def _under_way(folder: Path) -> subprocess.Popen[str]:
+    """A long run in a process of its own, once it has trained for some rounds."""
+    longer = folder.with_suffix(".toml")
     longer.write_text(to_toml(tiny(rounds=100_000, checkpoint_seconds=1e9)))
     process = subprocess.Popen([*FEDHDP, "run", str(longer), "--out", str(folder)], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    history = folder / "dp-fedavg" / "history.csv"
+    history, deadline = folder / "dp-fedavg" / "history.csv", time.monotonic() + 120
     while not (history.exists() and history.stat().st_size > 100) and time.monotonic() < deadline:
         time.sleep(0.05)
+    return process
+
+
+def test_ctrl_c_stops_after_the_round_with_a_checkpoint_and_says_how_to_go_on(whole, tmp_path):
+    folder = tmp_path / "stopped"
+    process = _under_way(folder)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -181,13 +186,7 @@ def test_ctrl_c_stops_after_the_round_with_a_checkpoint_and_says_how_to_go_on(wh
 
 
 def test_ctrl_c_twice_stops_at_once_without_a_crash(tmp_path):
-    longer = tmp_path / "longer.toml"
-    longer.write_text(to_toml(tiny(rounds=100_000, checkpoint_seconds=1e9)))
-    words = [*FEDHDP, "run", str(longer), "--out", str(tmp_path / "run")]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    history, deadline = tmp_path / "run" / "dp-fedavg" / "history.csv", time.monotonic() + 120
-    while not (history.exists() and history.stat().st_size > 100) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    process = _under_way(tmp_path / "run")
     os.kill(process.pid, signal.SIGSTOP)  # so that both arrive in one round
     for _ in range(2):
         process.send_signal(signal.SIGINT)

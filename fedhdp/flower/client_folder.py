@@ -149,7 +149,7 @@ def check(order: Order, promise: Promise | None, level: str | None) -> Promise:
         return Promise(order.noise_multiplier, order.sampling_rate)
     if order.noise_multiplier < promise.noise_multiplier * (1 - 1e-9) or order.sampling_rate > promise.sampling_rate:
         raise Declined("less privacy than was promised")
-    if promise.levels and _place(promise.levels, order.level) > _place(promise.levels, level):
+    if promise.levels and order.level not in promise.levels[: _place(promise.levels, level) + 1]:
         raise Declined(f"wants {level or 'the strictest level'} by now, not {order.level}")
     return promise
 

@@ -79,7 +79,7 @@ def resume(out: Path, watch: Watch) -> Summary:
 def _run(experiment: Experiment, mechanism: Mechanism, folder: RunFolder, watch: Watch) -> Summary:
     parts = [folder.variant(variant.name) for variant in experiment.variants]
     finished = [part.result() for part in parts]
-    begun = any(result is not None or part.checkpoint() is not None for result, part in zip(finished, parts))
+    begun = any((part.path / kept).exists() for part in parts for kept in (results.CHECKPOINT, results.RESULT))
     if begun and experiment.ledger is not None and not Path(experiment.ledger).exists():
         raise ValueError(f"{experiment.ledger} is gone: a run cannot go on without the ledger that it was charged in")
     if None in finished:

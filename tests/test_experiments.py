@@ -485,6 +485,7 @@ def test_bad_input_at_the_command_line_exits_2_and_writes_nothing(tmp_path):
         ("run", TINY, "--rounds", -3, "--out", tmp_path / "run"): "rounds must be at least 1, got -3",
         ("run", TINY, "--seed", -1, "--out", tmp_path / "run"): "seed must be at least 0",
         ("run", "--resume", tmp_path): "holds no run",
+        ("rnu",): "No such command 'rnu'. Did you mean 'run'?\n",
         ("run", "--resume", tmp_path, "--rounds", 5): "--resume goes on with what was begun",
     }
     for arguments, expected in cases.items():

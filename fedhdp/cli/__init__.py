@@ -20,6 +20,7 @@ app = typer.Typer(
     help="Federated learning in which every client chooses its own differential privacy.",
     no_args_is_help=True,
     add_completion=False,
+    suggest_commands=False,  # click does
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )

@@ -14,7 +14,9 @@ from rich.progress import Progress as Bars
 
 from fedhdp.cli.show import console, print_json
 
-app = typer.Typer(help="See which data is there and where it comes from; import files, or download them.")
+app = typer.Typer(
+    suggest_commands=False, help="See which data is there and where it comes from; import files, or download them."
+)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 PLAIN_SECONDS = 5.0
 

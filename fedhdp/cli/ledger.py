@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from fedhdp.ledger import Ledger
     from fedhdp.mechanism import Mechanism
 
-app = typer.Typer(no_args_is_help=True, help="See what a population has spent over all runs; promise it budgets.")
+app = typer.Typer(
+    no_args_is_help=True,
+    suggest_commands=False,
+    help="See what a population has spent over all runs; promise it budgets.",
+)
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The ledger, one for a population.")]
 
 

@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from fedhdp.theory.linear_regression import Level, Problem
     from fedhdp.theory.optimum import Optimum
 
-app = typer.Typer(no_args_is_help=True, help="What heterogeneous privacy costs, in closed form; see docs/theory.md.")
+app = typer.Typer(
+    no_args_is_help=True,
+    suggest_commands=False,
+    help="What heterogeneous privacy costs, in closed form; see docs/theory.md.",
+)
 BESIDE = {
     "fedhdp_shared_noise": "shared noise",
     "hdp_fedavg": "HDP-FedAvg",

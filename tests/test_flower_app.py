@@ -16,7 +16,7 @@ from flower_grid import InProcessGrid, Node
 from flwr.app import Context, RecordDict
 
 from fedhdp.client import LocalTraining
-from fedhdp.flower.built_in import built_in, start_model
+from fedhdp.flower.built_in import _parameters, built_in, start_model
 from fedhdp.flower.deployment import from_run_config
 from fedhdp.models import mlp
 from fedhdp.outcome import Summary
@@ -70,6 +70,15 @@ def test_the_example_trains_to_a_table_with_three_levels(tmp_path, modules):
 
 def test_the_example_says_what_it_promises(tmp_path):
     assert from_run_config(run_config(tmp_path)).strictness == ("strict", "relaxed", "open")
+
+
+def test_the_examples_network_on_named_arrays_is_its_model(modules):
+    task, rng = modules("task"), np.random.default_rng(0)
+    start = start_model(task.MODEL, 0)
+    named = {name: array + rng.normal(0, 0.1, array.shape).astype(np.float32) for name, array in start.items()}
+    x_NF = rng.random((6, 784), np.float32)
+    wanted = task.MODEL.apply(_parameters(task.MODEL, named), x_NF, None)
+    np.testing.assert_allclose(task.logits(named, x_NF), wanted, atol=1e-5)
 
 
 def test_the_pytorch_client_runs_in_the_same_app(tmp_path, modules):

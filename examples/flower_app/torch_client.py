@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 from flwr.app import Context
-from task import level, own_examples
+from task import level, logits, own_examples
 from torch.nn.functional import cross_entropy
 
 from fedhdp.client import LocalTraining
@@ -18,11 +18,6 @@ from fedhdp.flower.deployment import from_run_config
 from fedhdp.flower.messages import Arrays
 
 Tensors = dict[str, torch.Tensor]
-
-
-def logits(model: Tensors, x: torch.Tensor) -> torch.Tensor:
-    """One hidden layer of rectified units, as in task.py."""
-    return torch.relu(x @ model["first/w"] + model["first/b"]) @ model["rest/w"] + model["rest/b"]
 
 
 def as_tensors(arrays: Arrays) -> Tensors:

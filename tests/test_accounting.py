@@ -43,6 +43,11 @@ def test_fixed_cohorts_are_priced_without_replacement_and_replacing_one():
     assert epsilon_of(1.5, 0.05, 500, 1e-4, sampling="fixed") == pytest.approx(8.03, abs=5e-3)
 
 
+def test_fixed_cohorts_are_priced_at_the_rate_of_the_whole_clients_that_are_drawn():
+    mechanism = Mechanism(groups=(PrivacyGroup("private", 55, 1.0, 0.1),), clip=1.0, sampling="fixed")
+    assert spends(mechanism)["private"].sampling_rate == 6 / 55
+
+
 def test_replacing_a_client_moves_a_clipped_sum_by_two_clips_and_a_mechanism_pays_for_both():
     """Everyone else sends −S; the client sends +S, or −S: fixed cohorts then differ by 2S whenever it comes."""
     attack = epsilon_of(1.5 / 2, 0.05, 500, 1e-4, "pld")
@@ -260,6 +265,20 @@ def test_tuning_pays_for_the_candidate_that_shows_most_of_a_group():
     assert both["lax"].epsilon == worst["lax"].epsilon  # noise of 1 there, of 4 in the other
     assert both["lax"].epsilon > price_of_tuning([high], 100, 1e-5, 10)["lax"].epsilon
     assert both["open"].epsilon == math.inf
+
+
+def test_tuning_pays_for_the_candidate_that_draws_a_group_most_often():
+    rare, often = one_group(4.0, 0.1), one_group(4.0, 0.2)
+    tuned = price_of_tuning([rare, often], 100, 1e-5, 10)["private"]
+    assert tuned.epsilon >= price_of_tuning([often], 100, 1e-5, 10)["private"].epsilon
+    assert tuned.sampling_rate == 0.2
+
+
+def test_tuning_in_which_one_candidate_takes_a_groups_noise_away_costs_infinity():
+    candidates = [one_group(4.0), one_group(0.0)]
+    for rounds in (0, 100):  # also before the first, as for everyone who opted out
+        assert epsilon(candidates[1], rounds, 1e-5)["private"] == math.inf
+        assert price_of_tuning(candidates, rounds, 1e-5, 10)["private"].epsilon == math.inf
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from fedhdp.models import (
     mlp,
     squared_error,
 )
-from fedhdp.span import direct, in_span
+from fedhdp.span import direct, gram, in_span
 
 
 def clients(seed: int, model: Model, counts: list[int], shape: tuple[int, ...], capacity: int, classes: int):
@@ -247,3 +247,16 @@ def test_norms_in_the_span_are_those_of_the_updates_and_never_too_small(data):
     norms = np.linalg.norm(np.asarray(update_CP, np.float64), axis=1)
     assert (np.asarray(norm_C) >= norms * (1 - 1e-6)).all()
     np.testing.assert_allclose(norm_C, norms, rtol=2e-3)
+
+
+def test_a_norm_in_the_span_covers_what_rounding_leaves_where_examples_cancel():
+    model = mlp(60, 8, 3)
+    held_in, rest = in_span(model), jax.tree.map(jnp.zeros_like, model.init(jax.random.key(0))["rest"])
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        x_M = jnp.asarray(np.tile(rng.random(60, np.float32), (30, 1)))
+        A_MH = rng.normal(size=(30, 8)).astype(np.float32)
+        sent = {"A": jnp.asarray(A_MH - A_MH.mean(0)), "rest": rest}
+        added = held_in.add(jnp.ones(1), jax.tree.map(lambda leaf: leaf[None], sent), x_M[None])
+        flat_P = np.asarray(ravel_pytree(added)[0], np.float64)
+        assert float(held_in.norm(sent, (None, gram(x_M)), x_M)) >= np.linalg.norm(flat_P)

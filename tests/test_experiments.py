@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from fedhdp import outcome, results
-from fedhdp.accounting import compose, fits, spends
+from fedhdp.accounting import compose, epsilon_of, fits, rounds_left, spends
 from fedhdp.cli.run import _print_table
 from fedhdp.experiments import EXPERIMENTS
 from fedhdp.experiments.run import Interrupted, Progress, resume, run
@@ -122,6 +122,29 @@ def test_a_wanted_epsilon_is_kept(whole):
     private = summary.variants[1].groups[1]
     assert 7.9 < private.epsilon_pld <= 8.0
     assert private.noise_multiplier > 0
+
+
+def test_a_wanted_epsilon_is_kept_at_each_groups_own_delta():
+    _, private = tiny().mechanism.groups
+    groups = tuple(
+        replace(private, name=name, epsilon=3.0, delta=delta, weight=1.0) for name, delta in (("a", None), ("b", 1e-6))
+    )
+    chosen = replace(tiny().mechanism, groups=groups).mechanism(12, 1e-4)
+    for group, delta in zip(chosen.groups, (1e-4, 1e-6)):
+        assert group.noise_multiplier > 0
+        assert 2.97 <= epsilon_of(group.noise_multiplier, group.sampling_rate, 12, delta, "pld") <= 3.0
+
+
+def test_an_epsilon_is_told_at_its_groups_own_delta(tmp_path):
+    open_, private = tiny().mechanism.groups
+    mechanism = replace(tiny().mechanism, groups=(open_, replace(private, delta=1e-6)))
+    experiment = tiny(mechanism=mechanism, rounds=2, variants=tiny().variants[1:])
+    group = run(experiment, tmp_path / "run", onwards).variants[0].groups[1]
+    spent = spends(mechanism.mechanism(2, experiment.delta), 2)["private"]
+    assert group.delta == 1e-6
+    assert group.epsilon == pytest.approx(compose([spent], 1e-6))
+    assert group.epsilon_pld == pytest.approx(compose([spent], 1e-6, "pld"))
+    assert "delta 1e-06" in group.epsilon_basis
 
 
 def test_what_a_watcher_is_told_is_what_the_rounds_so_far_have_cost(tmp_path):
@@ -260,6 +283,39 @@ def test_a_budget_stops_a_run_before_the_round_that_would_pass_it_and_its_result
     again = run(replace(experiment, seed=5), tmp_path / "again", onwards)  # another run finds nothing left
     assert again.variants[0].rounds == 0
     assert (tmp_path / "again" / "fedhdp" / "model.npz").exists()
+
+
+def test_a_watcher_is_told_how_many_rounds_the_ledger_has_left(tmp_path):
+    path, budget = tmp_path / "population.ledger", LifetimeBudget(20.0, 1e-4)
+    experiment = tiny(
+        ledger=str(path), noise_seed=None, budgets={"private": budget}, variants=tiny().variants[1:], rounds=4
+    )
+    once = spends(experiment.mechanism.mechanism(4, experiment.delta))["private"]
+    told, wanted = [], []
+
+    def watch(progress: Progress) -> bool:
+        if progress.round > 0:
+            with Ledger(path, fits, read_only=True) as ledger:
+                wanted.append({"private": rounds_left(ledger.spent("private"), once, 20.0, 1e-4)})
+            told.append(progress.left())
+        return True
+
+    run(experiment, tmp_path / "run", watch)
+    assert told == wanted
+    assert told[0]["private"] == told[-1]["private"] + 3 > 3
+
+
+def test_a_later_run_tightens_a_promised_budget_and_never_loosens_it(tmp_path):
+    path = tmp_path / "population.ledger"
+    wanted = [(5.0, 1e-4), (9.0, 1e-4), (5.0, 1e-3), (9.0, 1e-6), (3.0, 1e-3), (4.0, 1e-5)]
+    kept = []
+    for number, budget in enumerate(wanted):
+        budgets = {"private": LifetimeBudget(*budget)}
+        experiment = tiny(ledger=str(path), noise_seed=None, budgets=budgets, variants=tiny().variants[1:], rounds=1)
+        run(experiment, tmp_path / f"run {number}", onwards)
+        with Ledger(path, fits, read_only=True) as ledger:
+            kept.append(tuple(ledger.budget("private")))
+    assert kept == [(5.0, 1e-4)] * 5 + [(4.0, 1e-5)]
 
 
 def test_noise_that_can_be_computed_again_is_charged_as_none(tmp_path):

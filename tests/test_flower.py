@@ -508,6 +508,28 @@ def test_a_run_stops_before_the_round_that_would_pass_a_budget(tmp_path):
     assert charged(wanted) == 2
 
 
+def test_a_later_deployment_tightens_a_promised_budget_and_never_loosens_it(tmp_path):
+    wanted = [(5.0, 1e-4), (9.0, 1e-4), (5.0, 1e-3), (9.0, 1e-6), (3.0, 1e-3), (4.0, 1e-5)]
+    kept = []
+    for budget in wanted:
+        with Ledger(tmp_path / "ledger", fits) as ledger:
+            Purse(deployment(tmp_path, budgets={"mid": LifetimeBudget(*budget)}), ledger, "run", [], set())
+            kept.append(tuple(ledger.budget("mid")))
+    assert kept == [(5.0, 1e-4)] * 5 + [(4.0, 1e-5)]
+
+
+def test_an_epsilon_is_told_at_its_levels_own_delta(tmp_path):
+    levels = OFFER | {"mid": replace(OFFER["mid"], delta=1e-6)}
+    wanted = deployment(tmp_path, levels=levels, rounds=2, **UNSEEDED)
+    (variant,) = play_plain(everyone(app=PLAIN), wanted).variants
+    mid, strict = variant.groups[1:]
+    assert (mid.delta, strict.delta) == (1e-6, 1e-4)
+    with Ledger(wanted.ledger, fits, read_only=True) as ledger:
+        for group in (mid, strict):
+            assert group.epsilon == pytest.approx(compose(ledger.spent(group.name), group.delta))
+            assert group.epsilon_pld == pytest.approx(compose(ledger.spent(group.name), group.delta, "pld"))
+
+
 def test_a_group_whose_budget_is_spent_is_left_out_and_sent_nothing(tmp_path):
     wanted, grid = budgeted(tmp_path, "leave_out"), everyone(app=PLAIN)
     (variant,) = play_plain(grid, wanted).variants
@@ -595,7 +617,8 @@ def test_a_run_that_crashed_goes_on_to_the_same_model_and_what_was_sent_twice_is
 
 
 def test_a_crash_in_the_first_round_of_a_newcomer_is_charged_under_a_name_of_its_own(tmp_path):
-    wanted, grid = deployment(tmp_path, rounds=4, **UNSEEDED), everyone(tmp_path, PLAIN)
+    levels = {name: replace(level, sampling_rate=1.0) for name, level in OFFER.items()}
+    wanted, grid = deployment(tmp_path, levels=levels, rounds=4, **UNSEEDED), everyone(tmp_path, PLAIN)
     late = {id: grid.nodes.pop(id) for id in (106, 107)}
 
     def join_and_crash(messages):
@@ -750,6 +773,20 @@ def test_a_client_declines_rounds_once_its_own_budget_is_spent_whatever_the_serv
     updates.clear()
     play_plain(grid, replace(wanted, out=str(tmp_path / "two")))
     assert updates == [False] * 5
+
+
+@pytest.mark.parametrize(("first", "then"), [(1.0, 100.0), (100.0, 1.0)])
+def test_a_clients_budget_is_the_least_that_its_owner_ever_wanted(tmp_path, first, then):
+    three = compose([(1.0, 1.0, "poisson", 3)], 1e-5) * 1.001
+    wanted, updates = deployment(tmp_path, levels=ALWAYS, rounds=2, clip=1.0), []
+    for factor, out in ((first, "one"), (then, "two")):
+        grid = InProcessGrid([one_client(tmp_path, epsilon=three * factor, delta=1e-5)])
+        grid.tamper = lambda message, reply, node: (
+            (updates.append(reply.has_content() and "update" in reply.content) if trains([message]) else None)
+            or [reply]
+        )
+        play_plain(grid, replace(wanted, out=str(tmp_path / out)))
+    assert updates == [True, True, True, False]
 
 
 def test_a_client_counts_the_rounds_in_which_it_was_not_drawn_too(tmp_path):

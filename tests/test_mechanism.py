@@ -28,7 +28,7 @@ def mechanisms(draw: st.DrawFn) -> Mechanism:
         )
         for i in range(draw(st.integers(1, 4)))
     )
-    clip = draw(st.sampled_from([0.5, AdaptiveClip(0.5)]))
+    clip = draw(st.sampled_from([0.5, AdaptiveClip(0.5), AdaptiveClip(0.5, bit_noise=15.0)]))
     return Mechanism(groups, clip, draw(st.sampled_from(["shared", "per_group"])))
 
 
@@ -74,15 +74,36 @@ def test_a_group_of_weight_0_still_pays_for_its_clip_bits():
     assert fixed.multiplier(fixed.groups[1]) == math.inf
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_bits_get_a_twentieth_of_the_cohort_as_noise_and_twice_the_multiplier_at_least():
+    assert mechanism_of((200, 3.0, 1.0)).bit_noise == 6.0  # a cohort of 100
+    assert mechanism_of((400, 3.0, 1.0)).bit_noise == 10.0
+    assert mechanism_of((400, 0.0, 1.0)).bit_noise == 0.0
+
+
+NOT_PRIVATE = ("non_private", "local_only")
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in NOT_PRIVATE])
 @given(mechanism=mechanisms())
 @settings(max_examples=30)
 def test_no_private_algorithm_gives_anyone_less_noise_than_they_chose(name, mechanism):
     run = ALGORITHMS[name](mechanism)
-    if name in ("non_private", "local_only"):
-        return
     for chosen, got in zip(mechanism.groups, run.groups):
         assert run.multiplier(got) >= chosen.noise_multiplier * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("name", NOT_PRIVATE)
+@given(mechanism=mechanisms())
+@settings(max_examples=30)
+def test_an_algorithm_without_privacy_adds_no_noise_to_updates_or_bits(name, mechanism):
+    run = ALGORITHMS[name](mechanism)
+    assert all(group.opted_out for group in run.groups)
+    assert (run.update_noise, run.bit_noise) == (0.0, 0.0)
+
+
+@given(mechanisms())
+def test_local_only_neither_sends_anything_nor_is_pulled(mechanism):
+    assert {(group.weight, group.pull) for group in ALGORITHMS["local_only"](mechanism).groups} == {(0.0, 0.0)}
 
 
 def test_dp_fedavg_adds_the_strictest_noise_once_whatever_the_number_of_groups():

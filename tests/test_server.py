@@ -15,7 +15,18 @@ from msgspec.structs import replace
 from scipy import stats
 
 from fedhdp.mechanism import AdaptiveClip
-from fedhdp.server import Sums, clip_and_sum, gaussian, in_rows, private_mean, sample_cohort
+from fedhdp.server import (
+    ServerStep,
+    Sums,
+    averaged_model,
+    clip_and_sum,
+    finish_round,
+    gaussian,
+    in_rows,
+    private_mean,
+    sample_cohort,
+    start,
+)
 
 MECHANISM = mechanism_of((50, 0.0, 1.0), (50, 1.5, 0.1), rate=0.2)
 
@@ -69,6 +80,11 @@ def test_the_bit_is_not_inverted_the_clip_grows_when_updates_are_cut_and_shrinks
         sums = summed(np.full((20, 1), norm), group_C)
         _, clip = private_mean(terms, jnp.float32(0.5), sums, jax.random.key(0))
         assert np.sign(float(clip) - 0.5) == direction
+
+
+def test_an_update_exactly_as_long_as_the_clip_is_left_whole_and_its_bit_says_so():
+    sums = summed([[0.5]], [0], clip=0.5)
+    assert (float(sums.update_P[0]), float(sums.bits)) == (0.5, 0.5)
 
 
 def test_the_clip_comes_to_rest_at_the_quantile_of_the_norms():
@@ -177,3 +193,32 @@ def test_sampling_a_million_clients_takes_no_more_than_a_cohort():
     assert 800 < len(cohort) < 1200
     assert len(set(cohort)) == len(cohort)
     assert cohort.max() > 500_000
+
+
+def after(server: ServerStep, *updates: float) -> list:
+    """The server's states after rounds that each release this update, without noise."""
+    alone = mechanism_of((1, 0.0, 1.0), rate=1.0, clip=9.0)
+    states = [start(alone, server, jnp.zeros(1))]
+    for update in updates:
+        sums = summed([[update]], [0], 9.0, alone)
+        states.append(finish_round(server, alone.terms, states[-1], sums, jax.random.key(0)))
+    return states[1:]
+
+
+def test_the_average_weighs_the_models_after_each_round_and_makes_up_for_its_start():
+    server = ServerStep(average=0.5)
+    weight_R = np.array([0.125, 0.25, 0.5])
+    state = after(server, 1, 1, 1)[-1]
+    assert float(averaged_model(server, state)[0]) == pytest.approx(weight_R @ [1, 2, 3] / weight_R.sum())
+
+
+def test_momentum_goes_on_with_the_share_of_the_last_step_that_was_asked_for():
+    states = after(ServerStep("momentum", learning_rate=0.5, momentum=0.8), 1, 1)
+    assert [float(state.theta_P[0]) for state in states] == pytest.approx([0.5, 1.4])
+
+
+@pytest.mark.parametrize("optimiser", ["adam", "yogi"])
+def test_adam_and_yogi_without_momentum_stay_where_they_are_when_nothing_comes(optimiser):
+    for momentum, moves in ((0.0, False), (0.5, True)):
+        first, second = after(ServerStep(optimiser, learning_rate=0.1, momentum=momentum), 1, 0)
+        assert (float(second.theta_P[0]) > float(first.theta_P[0]) + 1e-3) == moves

@@ -16,10 +16,12 @@ from msgspec.structs import replace
 from fedhdp.algorithms import dp_fedavg, fedhdp, hdp_fedavg, local_only, non_private
 from fedhdp.client import LocalTraining
 from fedhdp.mechanism import Mechanism
+from fedhdp.metrics import group_rows
 from fedhdp.models import mlp
 from fedhdp.population import Population
 from fedhdp.server import ServerStep
-from fedhdp.simulate import Simulation, simulate
+from fedhdp.simulate import BATCHES, COHORT, NOISE, Simulation, simulate, stream
+from fedhdp.simulate import MODEL as START
 
 TRAINING = LocalTraining(epochs=2, batch_size=4, learning_rate=0.3, decay=0.5, decay_every=2)
 MODEL = mlp(12, 5, 3)
@@ -270,6 +272,12 @@ def test_seeds_change_what_they_name_and_nothing_else(population):
     assert not np.array_equal(one.new_K, other_seed.new_K)
 
 
+def test_no_two_purposes_share_a_stream():
+    data = 0
+    streams = {tuple(stream(3, purpose, 1)) for purpose in (data, START, COHORT, BATCHES, NOISE)}
+    assert len(streams) == 5
+
+
 def test_noise_without_a_seed_is_never_the_same_twice(population):
     one, other = (final(population, CHOSEN, noise_seed=None)[1] for _ in range(2))
     assert not np.array_equal(one.server.theta_P, other.server.theta_P)
@@ -313,6 +321,13 @@ def test_metrics_are_those_of_a_plain_loop(population):
             assert rows[group.name, model, "variance"] == pytest.approx(np.var(mine), abs=1e-6)
             assert rows[group.name, model, "worst_decile"] == pytest.approx(min(mine), abs=1e-6)
         first += group.clients
+
+
+def test_the_worst_decile_of_thirty_clients_is_the_mean_of_three():
+    score_K = np.random.default_rng(0).permutation(30) / 30
+    rows = {row.metric: row.value for row in group_rows(1, "global", ["all"], np.zeros(30, int), score_K)}
+    assert rows["worst_decile"] == pytest.approx(1 / 30)
+    assert rows["accuracy"] == pytest.approx(14.5 / 30)
 
 
 class Unfinished:

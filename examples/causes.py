@@ -23,8 +23,7 @@ from msgspec.structs import replace
 from fedhdp.algorithms import dp_fedavg, non_private
 from fedhdp.client import LocalTraining
 from fedhdp.datasets.mnist import mnist
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
-from fedhdp.metrics import SERVER
+from fedhdp.mechanism import SERVER, AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, mlp
 from fedhdp.population import Population
 from fedhdp.simulate import Simulation

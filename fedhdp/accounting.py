@@ -22,12 +22,13 @@ import functools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import ROUND_CEILING, Context, Decimal
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
-from fedhdp.mechanism import Mechanism, PrivacyGroup, require
+from fedhdp.mechanism import LEAST_NOISE, Mechanism, PrivacyGroup, require
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -40,7 +41,6 @@ SAMPLER = {"poisson": "Poisson sampling", "fixed": "fixed cohorts without replac
 SENSITIVITY = {"poisson": 1, "fixed": 2}  # how many clips, or halves of a bit, one neighbour can change
 GRAIN = 10**12  # fixed cohorts' sampling rates as whole numbers, which is how events hold them
 ROUNDING = 1e-15  # an order's cost is never taken to be below what double precision can tell from nothing
-LEAST_NOISE = 1e-2  # less is priced as none
 
 
 class Spend(NamedTuple):
@@ -81,7 +81,17 @@ class Price(msgspec.Struct, frozen=True):
         )
 
     def __str__(self) -> str:
-        return f"{self.group}: epsilon {self.epsilon:.4g} ({self.basis})"
+        return f"{self.group}: epsilon {rounded_up(self.epsilon)} ({self.basis})"
+
+
+def rounded_up(epsilon: float, places: int | None = None) -> str:
+    """An epsilon for people, never below what it is: to so many decimal places, or to four digits."""
+    if epsilon == math.inf:
+        return "∞"
+    exact = Decimal(repr(epsilon))
+    if places is None:
+        return f"{float(Context(prec=4, rounding=ROUND_CEILING).plus(exact)):.4g}"
+    return str(exact.quantize(Decimal(1).scaleb(-places), ROUND_CEILING))
 
 
 def spend(mechanism: Mechanism, group: PrivacyGroup, rounds: int = 1) -> Spend:
@@ -141,7 +151,9 @@ def _renyi(multiplier: float, rate: float, sampling: str) -> np.ndarray:
     """The Renyi divergence of one round at each order; rounds add up, so this is computed once."""
     with _quiet():
         cost = _renyi_accountant(sampling).compose(event(Spend(multiplier, rate, sampling))).rdp
-    return np.nan_to_num(np.maximum(cost, ROUNDING), nan=math.inf, posinf=math.inf)
+    # Not sampling at all costs no less, since the divergence is convex, and is known without a series.
+    unsampled = np.array(_orders()) / (2 * multiplier**2)
+    return np.maximum(np.fmin(cost, unsampled), ROUNDING)
 
 
 @functools.cache
@@ -174,7 +186,7 @@ def _pld(paid: Sequence[Spend], delta: float) -> float:
     accountant = dp.pld.PLDAccountant(value_discretization_interval=_interval(paid, bound))
     for spent in paid:
         accountant.compose(event(spent))
-    return max(0.0, float(accountant.get_epsilon(delta)))
+    return min(max(0.0, float(accountant.get_epsilon(delta))), bound)  # with a tiny delta rounding makes it the larger
 
 
 @functools.lru_cache(maxsize=4096)
@@ -211,9 +223,11 @@ def best_of(spent: tuple, trials: float, shape: float, delta: float) -> float:
         return 0.0
     if run.noise_multiplier < LEAST_NOISE:
         return math.inf
-    selected = dp.dp_event.RepeatAndSelectDpEvent(event(run), trials, shape)
+    little = run._replace(noise_multiplier=min(run.noise_multiplier, 1000.0))  # beyond, double precision has no answer
+    selected = dp.dp_event.RepeatAndSelectDpEvent(event(little), trials, shape)
     with _quiet():
-        return float(_renyi_accountant(run.sampling).compose(selected).get_epsilon(delta))
+        cost = float(_renyi_accountant(run.sampling).compose(selected).get_epsilon(delta))
+    return max(cost, compose([run], delta))
 
 
 def fits(spent: Iterable[tuple], epsilon: float, delta: float) -> bool:

@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from fedhdp.accounting import LEAST_NOISE, SENSITIVITY, Accountant, Sampling, compose, spend_of
-from fedhdp.mechanism import Mechanism, PrivacyGroup, require
+from fedhdp.accounting import SENSITIVITY, Accountant, Sampling, compose, spend_of
+from fedhdp.mechanism import LEAST_NOISE, MOST, Mechanism, PrivacyGroup, require
+
+ROUNDS_BY_PLD = 100_000
 
 
 def least_noise(price: Callable[[float], float], target: float) -> float:
@@ -22,6 +24,9 @@ def least_noise(price: Callable[[float], float], target: float) -> float:
     while (above := price(math.exp(low))) <= target and math.exp(low) > LEAST_NOISE:
         low -= 1
     while (below := price(math.exp(high))) > target:
+        require(
+            math.exp(high) < MOST, "epsilon", target, "larger: no noise can be shown to keep this one at such a delta"
+        )
         high += 1
     while below < 0.995 * target and high - low > 1e-7:
         share = 0.5
@@ -51,6 +56,9 @@ def noise_multiplier_for(
         return 0.0
     require(sampling_rate > 0, "sampling_rate", sampling_rate, "above 0 where noise is asked for")
     require(rounds > 0, "rounds", rounds, "above 0 where noise is asked for")
+    if accountant == "pld":
+        rule = f"at most {ROUNDS_BY_PLD:,} where noise is looked for by PLD, or it takes minutes"
+        require(rounds <= ROUNDS_BY_PLD, "rounds", rounds, rule)
     return least_noise(lambda noise: compose([once._replace(noise_multiplier=noise)], delta, accountant), epsilon)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from fedhdp.mechanism import require
+from fedhdp.mechanism import Mechanism, require
 from fedhdp.models import Array, Model, Parameters, take
 from fedhdp.pace import apart, together
 from fedhdp.span import Coordinates, direct, in_span
@@ -47,6 +47,13 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             require(0 < rate < math.inf, "personal_learning_rate", rate, "finite and above 0")
         require(0 < self.decay <= 1, "decay", self.decay, "above 0 and at most 1")
         require(self.decay_every >= 1, "decay_every", self.decay_every, "at least 1")
+
+    def check(self, mechanism: Mechanism) -> None:
+        """Refuse a pull so strong that each step takes a personal model further past the global one than it was off."""
+        rate = self.rates(0)[1]
+        for group in mechanism.groups if self.personalise else ():
+            rule = f"below {2 / rate:g}, or at the personal learning rate {rate:g} personal models run away"
+            require(group.pull * rate < 2, f"pull of {group.name!r}", group.pull, rule)
 
     def rates(self, round: int) -> tuple[float, float]:
         """The learning rates of the global and the personal model in this round, the first round being 0."""

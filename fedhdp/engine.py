@@ -73,7 +73,8 @@ class Engine:
         # A core's cache holds few clients; a GPU wants many networks at a time, more where clients differ in size and get
         # done one after the other, and all there are where steps are small.
         networks, each = 256 if shape.full else 512, shape.runs + len(shape.run_V)
-        on_a_gpu = 256 if model.head is not None else max(1, networks // each)
+        in_span = 256 if len(shape.sizes) == 1 else 32  # those of a chunk are of one size class
+        on_a_gpu = in_span if model.head is not None else max(1, networks // each)
         self.chunk = chunk or (on_a_gpu if on_gpu else 8)
         self.by_client, self.everywhere = NamedSharding(self.mesh, BY_CLIENT), NamedSharding(self.mesh, EVERYWHERE)
         self.like = jax.eval_shape(model.init, jax.random.key(0))
@@ -89,11 +90,11 @@ class Engine:
     def slots(self, clients_each: int) -> int:
         """The capacity for this many clients on each device: whole chunks, and few slots that nobody needs."""
         each = max(clients_each, 1)
-        while self._chunk(each) < min(each, 3 * self.chunk / 4):
+        while self.chunk_of(each) < min(each, 3 * self.chunk / 4):
             each += 1
         return each * self.devices
 
-    def _chunk(self, slots_each: int) -> int:
+    def chunk_of(self, slots_each: int) -> int:
         """How many clients train at a time: as many as divide the slots, not many more than the chunk."""
         return max(size for size in range(1, self.chunk + self.chunk // 4 + 1) if slots_each % size == 0)
 
@@ -149,7 +150,7 @@ class Engine:
     ) -> tuple[Sums, Parameters | None]:
         """The device's share of the cohort, chunk by chunk: updates summed, personal models moved."""
         theta_R = jax.vmap(self.unravel)(theta_RP)
-        chunk = self._chunk(table.shape[0])
+        chunk = self.chunk_of(table.shape[0])
         train = partial(self._train, x_N, y_N, gram_K, theta_R, clip_R, terms_R, pull_VG, rates, key)
 
         def of_chunk(number: Array, carry: tuple[Sums, Parameters | None]) -> tuple[Sums, Parameters | None]:
@@ -165,7 +166,8 @@ class Engine:
 
         nobody_RG = jnp.zeros(terms_R.weight_G.shape, jnp.int32)
         nothing = Sums(jax.tree.map(jnp.zeros_like, theta_R), jnp.zeros_like(clip_R), nobody_RG)
-        chunks = -(-jnp.sum(table[:, Slots._fields.index("came_C")]) // chunk)
+        came_C = table[:, Slots._fields.index("came_C")]
+        chunks = -(-jnp.max(came_C * jnp.arange(1, len(came_C) + 1)) // chunk)
         sums, personal_K = jax.lax.fori_loop(0, chunks, of_chunk, (nothing, personal_K))
         flat_RP = jax.vmap(lambda update: ravel_pytree(update)[0])(sums.update_P)
         return jax.lax.psum(sums._replace(update_P=flat_RP), AXIS), personal_K

@@ -28,6 +28,10 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
+SERVER = "server"  # the name under which the server's own measurements stand beside the groups'
+MOST = 1e9  # of a multiplier, a weight, a pull or a clip: what is far beyond use would only overflow
+LEAST_WEIGHT, LEAST_CLIP = 1e-15, 1e-9  # so that their noise is never too small for single precision
+LEAST_NOISE = 1e-2  # a multiplier below this is no promise
 UPWARDS = 1 + 2.0**-22  # rounding to single precision never leaves less noise than is owed
 
 
@@ -48,16 +52,15 @@ class PrivacyGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pull: float = 0.05
 
     def __post_init__(self) -> None:
-        require(self.name != "", "name", self.name, "a name")
+        named = self.name not in ("", SERVER) and self.name.isprintable()
+        require(named, "name", self.name, f"a name that can be printed, and not {SERVER!r}")
         require(self.clients >= 1, "clients", self.clients, "at least 1")
-        require(
-            0 <= self.noise_multiplier < math.inf, "noise_multiplier", self.noise_multiplier, "finite and at least 0"
-        )
-        some = self.noise_multiplier == 0 or self.noise_multiplier >= 1e-6
-        require(some, "noise_multiplier", self.noise_multiplier, "0 or at least 1e-6")
+        some = self.noise_multiplier == 0 or LEAST_NOISE <= self.noise_multiplier <= MOST
+        require(some, "noise_multiplier", self.noise_multiplier, f"0, or finite and from {LEAST_NOISE:g} to {MOST:g}")
         require(0 <= self.sampling_rate <= 1, "sampling_rate", self.sampling_rate, "between 0 and 1")
-        require(0 <= self.weight < math.inf, "weight", self.weight, "finite and at least 0")
-        require(0 <= self.pull < math.inf, "pull", self.pull, "finite and at least 0")
+        some = self.weight == 0 or LEAST_WEIGHT <= self.weight <= MOST
+        require(some, "weight", self.weight, f"0, or finite and from {LEAST_WEIGHT:g} to {MOST:g}")
+        require(0 <= self.pull <= MOST, "pull", self.pull, f"finite and from 0 to {MOST:g}")
 
     @property
     def opted_out(self) -> bool:
@@ -74,7 +77,8 @@ class AdaptiveClip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bit_noise: float | None = None  # None: see Mechanism.bit_noise
 
     def __post_init__(self) -> None:
-        require(0 < self.initial < math.inf, "initial", self.initial, "finite and above 0")
+        rule = f"finite and from {LEAST_CLIP:g} to {MOST:g}"
+        require(LEAST_CLIP <= self.initial <= MOST, "initial", self.initial, rule)
         require(0 <= self.quantile <= 1, "quantile", self.quantile, "between 0 and 1")
         require(0 <= self.learning_rate < math.inf, "learning_rate", self.learning_rate, "finite and at least 0")
         if self.bit_noise is not None:
@@ -116,7 +120,8 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(self.noise in ("shared", "per_group"), "noise", self.noise, "'shared' or 'per_group'")
         require(self.sampling in ("poisson", "fixed"), "sampling", self.sampling, "'poisson' or 'fixed'")
         if not isinstance(self.clip, AdaptiveClip):
-            require(0 < self.clip < math.inf, "clip", self.clip, "finite and above 0")
+            rule = f"finite and from {LEAST_CLIP:g} to {MOST:g}"
+            require(LEAST_CLIP <= self.clip <= MOST, "clip", self.clip, rule)
         strictest = max(group.noise_multiplier for group in self.groups)
         if isinstance(self.clip, AdaptiveClip) and strictest > 0:
             rule = f"above half the largest noise multiplier ({strictest / 2:g}), or the bits alone cost more than promised"

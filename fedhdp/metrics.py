@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-SERVER = "server"  # the name under which the server's own test set stands among the groups
-
 
 class Row(NamedTuple):
     """One measurement, as a line of a run's history."""

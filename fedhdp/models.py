@@ -38,6 +38,7 @@ def take(parameters_C: Parameters, which: Any) -> Parameters:
 @jax.custom_jvp
 def cross_entropy(logits_NC: Array, label_N: Array) -> Array:
     """The loss of each example against its label."""
+    _same_shape(label_N, logits_NC[..., 0], "labels")
     return jax.nn.logsumexp(logits_NC, axis=-1) - jnp.sum(logits_NC * _one_hot(label_N, logits_NC), axis=-1)
 
 
@@ -55,17 +56,26 @@ def _one_hot(label_N: Array, logits_NC: Array) -> Array:
 
 
 def correct(logits_NC: Array, label_N: Array) -> Array:
-    """1 for each example whose label is the likeliest, else 0."""
-    return (jnp.argmax(logits_NC, axis=-1) == label_N).astype(jnp.float32)
+    """1 for each example whose label is the likeliest, else 0, as where the model is no number any more."""
+    likeliest_N, real_N = jnp.argmax(logits_NC, axis=-1), jnp.isfinite(jnp.max(logits_NC, axis=-1))
+    return ((likeliest_N == label_N) & real_N).astype(jnp.float32)
 
 
 def squared_error(output_ND: Array, target_ND: Array) -> Array:
     """Half the squared distance of each output to its target."""
+    _same_shape(target_ND, output_ND, "targets")
     return 0.5 * jnp.sum((output_ND - target_ND) ** 2, axis=-1)
 
 
+def _same_shape(given: Array, wanted: Array, what: str) -> None:
+    if jnp.shape(given) != jnp.shape(wanted):
+        raise ValueError(
+            f"{what} must be of the shape {jnp.shape(wanted)}, which the outputs have, not {jnp.shape(given)}"
+        )
+
+
 class Model(NamedTuple):
-    """How to make parameters, how to predict with them, and how to judge the prediction."""
+    """How to make parameters, how to predict with them, and how to judge the prediction: a score is better if higher."""
 
     init: Callable[[Array], Parameters]
     apply: Callable[[Parameters, Array, Array | None], Array]

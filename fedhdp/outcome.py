@@ -7,9 +7,9 @@ from importlib.util import find_spec
 
 import msgspec
 
-from fedhdp.accounting import Spend, compose, quote, spend
-from fedhdp.mechanism import Mechanism
-from fedhdp.metrics import SERVER, Row
+from fedhdp.accounting import Spend, compose, quote, rounded_up, spend
+from fedhdp.mechanism import SERVER, Mechanism
+from fedhdp.metrics import Row
 
 ACCOUNTING = find_spec("dp_accounting") is not None  # without it all trains as well, and epsilons are not known
 
@@ -141,8 +141,8 @@ def footnotes(variants: list[VariantResult]) -> list[str]:
     for variant in variants:
         for group in variant.groups:
             if group.epsilon is not None:
-                pld = "" if group.epsilon_pld is None else f", by PLD {group.epsilon_pld:.3f}"
-                said = f"ε {group.name} = {group.epsilon:.3f}{pld}: {group.epsilon_basis}"
+                pld = "" if group.epsilon_pld is None else f", by PLD {rounded_up(group.epsilon_pld, 3)}"
+                said = f"ε {group.name} = {rounded_up(group.epsilon, 3)}{pld}: {group.epsilon_basis}"
                 lines.setdefault(said, []).append(variant.name)
     notes = [f"{said} [{'; '.join(names)}]" for said, names in lines.items()]
     for variant in variants:
@@ -171,4 +171,4 @@ def _percent(value: float | None, variance: float | None = None) -> str:
 def _epsilon(group: GroupResult) -> str:
     if group.opted_out:
         return "∞"
-    return "–" if group.epsilon is None else f"{group.epsilon:.2f}"
+    return "–" if group.epsilon is None else rounded_up(group.epsilon, 2)

@@ -216,11 +216,14 @@ class PersonalOnDisk:
 
 
 def _write(file: RowFile, shards: Sequence[Any], row_C: np.ndarray) -> None:
-    """Write what is on a device, each slot's models to their row: those who came sit before the spare slots."""
+    """Write what is on a device, each slot's models to their row, those who sit side by side in one go."""
     first = shards[0].index[0].start or 0
     parts = [np.asarray(shard.data) for shard in shards]
     here_C = row_C[first : first + len(parts[0])]
-    file.write(here_C[here_C != NOWHERE], parts)
+    came = np.flatnonzero(here_C != NOWHERE)
+    for run in np.split(came, np.flatnonzero(np.diff(came) != 1) + 1):
+        if len(run):
+            file.write(here_C[run], [part[run[0] : run[-1] + 1] for part in parts])
 
 
 def _room(engine: Engine, rows: int) -> Parameters:

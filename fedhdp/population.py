@@ -56,7 +56,9 @@ class Examples(NamedTuple):
 
 def examples(x_N: np.ndarray, y_N: np.ndarray, count_K: np.ndarray) -> Examples:
     """Examples that lie client after client."""
-    count_K = np.asarray(count_K, np.int32)
+    x_N, y_N, count_K = np.asanyarray(x_N), np.asanyarray(y_N), np.asarray(count_K, np.int32)
+    if count_K.min(initial=0) < 0:
+        raise ValueError(f"counts must be at least 0, not {count_K.min()}")
     if count_K.sum() != len(y_N) or len(x_N) != len(y_N):
         raise ValueError(f"counts add up to {count_K.sum()}, but there are {len(x_N)} inputs and {len(y_N)} targets")
     return Examples(x_N, y_N, np.cumsum(count_K) - count_K, count_K)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from fedhdp.accounting import rounded_up
 from fedhdp.experiments.run import Progress
 
 PLAIN_SECONDS = 10.0
@@ -91,7 +92,7 @@ def _note(progress: Progress) -> str:
     seen = sorted({f"{100 * accuracy:.1f}" for accuracy in progress.accuracies}, key=float)
     parts = [f"accuracy {'–'.join(dict.fromkeys((seen[0], seen[-1])))}%"] if seen else []
     for name, ends in progress.epsilon().items():
-        told = dict.fromkeys("∞" if math.isinf(epsilon) else f"{epsilon:.2f}" for epsilon in ends)
+        told = dict.fromkeys(rounded_up(epsilon, 2) for epsilon in ends)
         parts.append(f"ε {name} {'–'.join(told)}")
     parts += [f"{name} has {left:.0f} rounds left" for name, left in progress.left().items() if left < math.inf]
     return ", ".join(parts)

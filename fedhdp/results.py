@@ -1,7 +1,7 @@
 """A run on disk: write it, read it. The only file format.
 
     DIR/experiment.toml           exactly what was run; `fedhdp run DIR/experiment.toml` runs it again
-    DIR/run.json                  the run's own name, under which a ledger knows it
+    DIR/run.json                  the run's own name, under which a ledger knows it, and the sha256 of the experiment
     DIR/summary.json              what it came to; written last, so a folder with one is whole
     DIR/VARIANT/history.csv       round, group, model, metric, value; appended as the run goes
     DIR/VARIANT/checkpoint.npz    where to go on; gone when the variant is done
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import csv
 import fcntl
+import hashlib
 import io
 import os
 import re
@@ -41,9 +42,10 @@ PERSONAL = "personal.bin"
 
 
 class RunName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The name under which a ledger knows the run."""
+    """The name under which a ledger knows the run, and the experiment that it is of."""
 
     id: str
+    experiment_sha256: str
 
 
 class DamagedRun(ValueError):
@@ -53,6 +55,11 @@ class DamagedRun(ValueError):
 def slug(name: str) -> str:
     """A name as a folder's name."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.") or "run"
+
+
+def can_be_folder(name: str) -> bool:
+    """Whether a variant's folder may have this name."""
+    return len(slug(name)) <= 100 and slug(name) not in (EXPERIMENT, SUMMARY, RUN)
 
 
 @contextmanager
@@ -115,7 +122,11 @@ class RunFolder:
         self._lock = open(path / LOCK, "w")  # noqa: SIM115 (kept open: closing it gives the lock up)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.id = read_value(path / RUN, RunName).id
+            named = read_value(path / RUN, RunName)
+            if hashlib.sha256((path / EXPERIMENT).read_bytes()).hexdigest() != named.experiment_sha256:
+                hint = f"to run it as it is now: fedhdp run {path / EXPERIMENT}"
+                raise DamagedRun(f"{path / EXPERIMENT} is not what the run was begun with, so it cannot go on; {hint}")
+            self.id = named.id
         except BlockingIOError as error:
             self._lock.close()
             raise ValueError(f"{path} is being written by another process") from error
@@ -136,7 +147,8 @@ class RunFolder:
             hint = f"; to go on with it: fedhdp run --resume {path}" if (path / EXPERIMENT).exists() else ""
             raise ValueError(f"--out {path} is not an empty folder{hint}")
         path.mkdir(parents=True, exist_ok=True)
-        write_value(path / RUN, RunName(f"{path.name}-{secrets.token_hex(4)}"))
+        name, digest = f"{path.name}-{secrets.token_hex(4)}", hashlib.sha256(experiment_toml).hexdigest()
+        write_value(path / RUN, RunName(name, digest))
         write_whole(path / EXPERIMENT, experiment_toml)
         return cls(path)
 

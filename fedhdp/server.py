@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,10 @@ import numpy as np
 import optax
 from jax.scipy.special import ndtri
 
-from fedhdp.mechanism import Mechanism, Terms, require
+from fedhdp.mechanism import LEAST_CLIP, MOST, Mechanism, Terms, require
 
 Array = jax.Array
+Optimiser = Literal["add", "momentum", "adam", "yogi"]
 
 
 class Sums(NamedTuple):
@@ -81,7 +82,8 @@ def private_mean(terms: Terms, clip: Array, sums: Sums, key: Array) -> tuple[Arr
 
     noisy_bits = sums.bits + terms.bit_noise * gaussian(key_bits)
     unclipped = _share(noisy_bits, terms.expected_cohort, terms.quantile - 0.5) + 0.5
-    return update_P, clip * jnp.exp(-terms.clip_learning_rate * (unclipped - terms.quantile))
+    next_clip = clip * jnp.exp(-terms.clip_learning_rate * (unclipped - terms.quantile))
+    return update_P, jnp.clip(next_clip, LEAST_CLIP, MOST)  # at 0 there would be no noise, and who sent 0 would show
 
 
 def gaussian(key: Array, shape: tuple[int, ...] = ()) -> Array:
@@ -102,12 +104,14 @@ def _share(total: Array, expected: Any, otherwise: Any) -> Array:
 class ServerStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the server takes a noised update in: plain addition unless asked, and an average of models beside it."""
 
-    optimiser: Literal["add", "momentum", "adam", "yogi"] = "add"
+    optimiser: Optimiser = "add"
     learning_rate: float = 1.0
     momentum: float = 0.9
     average: float | None = None  # decay of an exponential average of the global model
 
     def __post_init__(self) -> None:
+        known = get_args(Optimiser)
+        require(self.optimiser in known, "optimiser", self.optimiser, f"one of {', '.join(known)}")
         require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "finite and above 0")
         require(0 <= self.momentum < 1, "momentum", self.momentum, "at least 0 and below 1")
         if self.average is not None:

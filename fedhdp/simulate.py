@@ -29,14 +29,14 @@ from fedhdp.accounting import spends
 from fedhdp.client import LocalTraining
 from fedhdp.engine import Engine, Shape
 from fedhdp.evaluation import Evaluation, chosen
-from fedhdp.mechanism import Mechanism, require
-from fedhdp.metrics import SERVER, Row, group_rows
-from fedhdp.models import Array, Model
+from fedhdp.mechanism import SERVER, Mechanism, require
+from fedhdp.metrics import Row, group_rows
+from fedhdp.models import Array, Model, cross_entropy
 from fedhdp.outcome import VariantResult, fill_in, group_results
 from fedhdp.personal import Packed, keep_personal
-from fedhdp.population import Population, Source
+from fedhdp.population import Examples, Population, Source
 from fedhdp.server import ServerState, ServerStep
-from fedhdp.stores import at_home, belongs_everywhere, evenly, keep_examples, keep_grams, seat, table_of
+from fedhdp.stores import Seats, at_home, belongs_everywhere, by_size, evenly, keep_examples, keep_grams, seat, table_of
 
 MODEL, COHORT, BATCHES, NOISE = range(1, 5)  # the streams; 0 is the data's
 
@@ -60,6 +60,27 @@ class State(NamedTuple):
 def _engine(model: Model, training: LocalTraining, step: ServerStep, shape: Shape) -> Engine:
     """One engine for all runs that differ in numbers alone: they share a compilation."""
     return Engine(model, training, step, shape)
+
+
+def check_data(population: Population, model: Model) -> None:
+    """Refuse what else would be found out by wrong numbers alone."""
+    clients = f"of {population.clients} clients, as there are to train"
+    for name, part in (("test examples", population.test), ("validation examples", population.validation)):
+        if part is not None:
+            require(len(part.count_K) == population.clients, name, len(part.count_K), clients)
+    x_N = jax.ShapeDtypeStruct((2, *population.input_shape), jnp.float32)
+    y_N = jax.ShapeDtypeStruct((2, *population.server_y_N.shape[1:]), population.server_y_N.dtype)
+    outputs = jax.eval_shape(lambda key, x_N: model.apply(model.init(key), x_N, key), jax.random.key(0), x_N)
+    for name, judge in (("loss", model.loss), ("score", model.score)):
+        found = jax.eval_shape(judge, outputs, y_N).shape
+        require(found == (2,), f"the shape of the model's {name} for two examples", found, "one number for each")
+    if model.loss is cross_entropy:
+        parts = (part for part in (population.train, population.test) if isinstance(part, Examples))
+        labels = (population.server_y_N, *(part.y_N for part in parts))
+        found = [int(extreme(y_N)) for y_N in labels if len(y_N) for extreme in (np.min, np.max)]
+        classes = outputs.shape[-1]
+        rule = f"from 0 to {classes - 1}, as the model has {classes} outputs"
+        require(0 <= min(found) <= max(found) < classes, "labels", (min(found), max(found)), rule)
 
 
 class Simulation:
@@ -91,6 +112,7 @@ class Simulation:
         require(
             self.mechanism.clients == population.clients, "groups", self.mechanism.clients, f"of {clients} together"
         )
+        check_data(population, model)
         run_V = tuple(self.run_of) if self.training.personalise else ()
         sizes = size_classes(population.train, self.training.batch_size, several=model.head is not None)
         everywhere = belongs_everywhere(population.train, at_home=self.training.personalise)
@@ -100,7 +122,8 @@ class Simulation:
         self.group_K = self.mechanism.group_of_clients
         expected = self.mechanism.expected_cohort / self.engine.devices
         steady = self.mechanism.sampling == "fixed" and (not self.training.personalise or self.engine.devices == 1)
-        self.slots = self.engine.slots(math.ceil(expected + (0 if steady else 4 * expected**0.5 + 1)))
+        spare = (0 if steady else 4 * expected**0.5 + 1) + (len(sizes) - 1) * self.engine.chunk
+        self.slots = self.engine.slots(math.ceil(expected + spare))
         self.examples = keep_examples(self.engine, population.train, sizes[-1])
         self.gram_K = keep_grams(self.engine, self.examples)
         self.store = keep_personal(self.engine, population.clients, folder) if self.training.personalise else None
@@ -110,6 +133,8 @@ class Simulation:
         """Take these mechanisms for the rounds that follow: as many, and as much alike, as before."""
         draws = {cohorts_of(one) for one in mechanisms}
         require(len(draws) == 1, "mechanisms", len(draws), "such that all draw the same cohorts")
+        for one in mechanisms:
+            self.training.check(one)
         self._mechanisms = tuple(mechanisms)
         each = len(mechanisms) // repeats
         trained = [(number // each, global_training(one)) for number, one in enumerate(mechanisms)]
@@ -155,9 +180,7 @@ class Simulation:
         count_K = self.population.train.count_K
         if not self.engine.shape.full:  # those with most examples first, so that chunks are alike
             clients = clients[np.argsort(-count_K[clients], kind="stable")]
-        shares = (at_home if self.training.personalise else evenly)(self.engine, clients)
-        self.slots = max(self.slots, self.engine.slots(max(map(len, shares))))  # a cohort is never cut short
-        seats = seat(shares, self.slots)
+        seats = self._seats((at_home if self.training.personalise else evenly)(self.engine, clients))
         x_N, y_N, start_C = self.examples.fetch(seats)
         personal, row_C = None, seats.place_C
         if self.store is not None:
@@ -269,6 +292,17 @@ class Simulation:
                 named[f"{model}/{jax.tree_util.keystr(path, simple=True, separator='/')}"] = np.asarray(leaf)
         return named
 
+    def _seats(self, shares: list[np.ndarray]) -> Seats:
+        """Where the devices' shares of a cohort sit; a cohort is never cut short."""
+        count_K, sizes = self.population.train.count_K, self.engine.shape.sizes
+        while True:
+            chunk = self.engine.chunk_of(self.slots // self.engine.devices)
+            placed = [by_size(share, count_K, sizes, chunk) if len(sizes) > 1 else share for share in shares]
+            needed = max(map(len, placed))
+            if needed * self.engine.devices <= self.slots:
+                return seat(placed, self.slots)
+            self.slots = self.engine.slots(needed)
+
     def _noise_keys(self, round: int) -> list[np.ndarray]:
         """A key for each run: from a noise seed the same for all of a repeat, so that they are paired; else its own."""
         if self.noise_seed is not None:
@@ -292,15 +326,16 @@ def cohorts_of(mechanism: Mechanism) -> tuple:
 
 
 def size_classes(source: Source, batch_size: int, several: bool = True) -> tuple[int, ...]:
-    """A few capacities for clients of unequal size: each holds about as many clients, in whole batches.
+    """A few capacities for clients of unequal size, in whole batches: that of a client follows from its own size alone.
 
     Several are worth it where time grows with them, in the span; else what is not there is never looked at.
     """
     if source.alike:
         return (int(source.count_K[0]),)
-    whole = lambda count: int(-(-count // batch_size) * batch_size)  # noqa: E731
-    shares = (0.25, 0.5, 0.75, 1.0) if several else (1.0,)
-    return tuple(sorted({whole(np.quantile(source.count_K, share)) for share in shares} - {0}))
+    batches = max(1, -(-int(source.count_K.max()) // batch_size))
+    if not several:
+        return (batches * batch_size,)
+    return tuple(2**power * batch_size for power in range(math.ceil(math.log2(batches)) + 1))
 
 
 class Trained(NamedTuple):

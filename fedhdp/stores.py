@@ -30,14 +30,27 @@ class Seats(NamedTuple):
     place_C: np.ndarray  # the slot's number on its device
 
 
+NOBODY = -1
+
+
 def seat(shares: list[np.ndarray], slots: int) -> Seats:
-    """Each device's share of the clients in its slots, in the order given."""
+    """Each device's share of the clients in its slots, in the order given; a share may name nobody."""
     each = slots // len(shares)
-    client_C, came_C = np.zeros(slots, np.int32), np.zeros(slots, bool)
+    client_C = np.full(slots, NOBODY, np.int32)
     for device, mine in enumerate(shares):
         client_C[device * each : device * each + len(mine)] = mine
-        came_C[device * each : device * each + len(mine)] = True
-    return Seats(client_C, came_C, np.tile(np.arange(each), len(shares)))
+    came_C = client_C != NOBODY
+    return Seats(np.where(came_C, client_C, 0), came_C, np.tile(np.arange(each), len(shares)))
+
+
+def by_size(clients: np.ndarray, count_K: np.ndarray, sizes: tuple[int, ...], chunk: int) -> np.ndarray:
+    """The clients so placed that all of a chunk are of one size class: whoever else comes, a client computes the same."""
+    class_C = np.searchsorted(sizes[:-1], count_K[clients])
+    placed = []
+    for number in reversed(range(len(sizes))):
+        of_class = clients[class_C == number]
+        placed += [of_class, np.full(-len(of_class) % chunk, NOBODY)]
+    return np.concatenate(placed[:-1]).astype(np.int64)  # the last class may end within its chunk
 
 
 def at_home(engine: Engine, clients: np.ndarray) -> list[np.ndarray]:

@@ -14,11 +14,14 @@ from scipy.stats import norm
 from fedhdp import accounting
 from fedhdp.accounting import (
     Spend,
+    best_of,
     compose,
     curve,
     epsilon,
     epsilon_of,
     prices,
+    rounded_up,
+    spend_of,
     spends,
 )
 from fedhdp.calibration import calibrate, noise_multiplier_for
@@ -314,3 +317,30 @@ def test_importing_accounting_imports_neither_jax_nor_the_slow_library():
         "print([m for m in ('jax', 'dp_accounting') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_an_epsilon_is_never_printed_below_what_it_is():
+    assert rounded_up(8.0446, 2) == "8.05"
+    assert rounded_up(3.60807) == "3.609"
+    assert rounded_up(0.000139, 3) == "0.001"
+    assert (rounded_up(3.6), rounded_up(3.6, 2), rounded_up(12345.1)) == ("3.6", "3.60", "1.235e+04")
+    assert rounded_up(math.inf) == rounded_up(math.inf, 2) == "∞"
+
+
+def test_of_two_bounds_the_smaller_is_told():
+    rdp, pld = (epsilon_of(1.0, 0.01, 1000, 1e-16, accountant) for accountant in ("rdp", "pld"))
+    assert 0 < pld <= rdp < math.inf
+    assert epsilon_of(100.0, 0.9, 1000, 1e-5, sampling="fixed") <= epsilon_of(100.0, 1.0, 1000, 1e-5) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("rounds", [1, 10**6])
+def test_the_best_of_some_runs_never_costs_less_than_one(rounds):
+    run = spend_of(1e8, 0.5, rounds, "poisson")
+    assert best_of(run, 1, math.inf, 1e-12) >= compose([run], 1e-12) > 0
+
+
+def test_noise_that_nothing_can_be_shown_to_keep_is_not_looked_for_for_ever():
+    with pytest.raises(ValueError, match="epsilon must be larger: no noise can be shown to keep this one"):
+        noise_multiplier_for(0.001, 0.01, 100, 1e-9)
+    with pytest.raises(ValueError, match="rounds must be at most 100,000 where noise is looked for by PLD"):
+        noise_multiplier_for(1.0, 0.01, 10**9, 1e-5, "pld")

@@ -415,6 +415,9 @@ def test_leafs_shards_that_are_damaged_are_refused(tmp_path, data):
         (text.replace("0.0", "2.0"), "1.json, client u2: pixels must be between 0 and 1"),
         (text.replace("[3]", "[]"), "1.json is damaged: its users"),
         (text.replace("u2", "u1"), "1.json: client u1 is in another shard, too"),
+        ("", "1.json is damaged, or is no shard of LEAF"),
+        ("{}", "1.json is damaged, or is no shard of LEAF"),
+        ("\ufeff" + text, "1.json is damaged, or is no shard of LEAF"),
     ):
         assert damaged != text
         bad.write_text(damaged)
@@ -456,7 +459,10 @@ def test_an_npz_that_is_short_or_wrong_is_refused(tmp_path, data):
     path = tmp_path / "some.npz"
     for changes, complaint in (
         ({"labels": np.zeros(4, np.uint8)}, "5 images, but 4 entries of labels"),
-        ({"labels": np.full(5, 62, np.uint8)}, "labels go up to 62"),
+        ({"labels": np.full(5, 62, np.uint8)}, "labels are not all whole numbers from 0 to 61"),
+        ({"labels": np.full(5, -1, np.int64)}, "labels are not all whole numbers from 0 to 61"),
+        ({"labels": np.full(5, np.nan)}, "labels are not all whole numbers from 0 to 61"),
+        ({"is_test": np.zeros(5, bool)}, "all images are to train"),
         ({"client_ids": np.array(["a", "b", "c"])}, "3 client_ids, but images of 2 clients"),
         ({"images": np.zeros((5, 28, 27), np.uint8)}, "not 28x28 bytes"),
     ):

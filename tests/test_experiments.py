@@ -18,14 +18,14 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from fedhdp import outcome, results
+from fedhdp import accounting, outcome, results
 from fedhdp.accounting import compose, epsilon_of, fits, rounds_left, spends
 from fedhdp.cli.run import _print_table
 from fedhdp.experiments import EXPERIMENTS
 from fedhdp.experiments.run import Interrupted, Progress, resume, run
 from fedhdp.experiments.spec import Experiment, LifetimeBudget, from_toml, to_toml
 from fedhdp.ledger import Ledger
-from fedhdp.results import DamagedRun
+from fedhdp.results import DamagedRun, RunFolder
 
 TINY = Path(__file__).parent / "tiny.toml"
 FEDHDP = [sys.executable, "-c", "from fedhdp.cli import main; main()"]
@@ -640,3 +640,52 @@ def test_with_a_ledger_pulls_are_charged_once_and_trainings_one_by_one(tmp_path)
     run(tiny(variants=(first, *both), ledger=str(ledger), rounds=2), tmp_path / "run", onwards)
     with Ledger(ledger, fits) as opened:
         assert [(one.name.split("/")[1], one.charged) for one in opened.runs()] == [("DP-FedAvg", 2), ("weak", 2)]
+
+
+def test_an_experiment_that_was_changed_cannot_go_on_as_if_it_had_been_run_so(tmp_path):
+    def stop_at_2(progress: Progress) -> bool:
+        return progress.round < 2
+
+    with pytest.raises(Interrupted):
+        run(tiny(), tmp_path / "run", stop_at_2)
+    path = tmp_path / "run" / "experiment.toml"
+    text = path.read_text()
+    path.write_text(text.replace("rounds = 12", "rounds = 14"))
+    assert path.read_text() != text
+    with pytest.raises(ValueError, match=r"is not what the run was begun with.*fedhdp run .*experiment.toml"):
+        resume(tmp_path / "run", onwards)
+    path.write_text(text)
+    assert resume(tmp_path / "run", onwards).variants[0].rounds == tiny().rounds
+
+
+def test_rounds_that_were_shown_and_are_played_again_are_paid_for_twice(tmp_path):
+    class Crash(Exception):
+        """As if the power had gone."""
+
+    def crash_after(round: int):
+        def watch(progress: Progress) -> bool:
+            if progress.round == round:
+                raise Crash
+            return True
+
+        return watch
+
+    variants = tiny().variants[1:]
+    experiment = tiny(rounds=8, evaluate_every=2, checkpoint_seconds=1e9, variants=variants, noise_seed=None)
+    with pytest.raises(Crash):
+        run(experiment, tmp_path / "run", crash_after(7))  # six were shown, and no checkpoint was kept
+    with pytest.raises(Crash):
+        resume(tmp_path / "run", crash_after(5))  # four more
+    (variant,) = resume(tmp_path / "run", onwards).variants
+    private = next(group for group in variant.groups if not group.opted_out)
+    assert (variant.rounds, private.rounds) == (8, 8 + 6 + 4)
+    mechanism = experiment.variants[0].mechanism(experiment.mechanism.mechanism(8, experiment.delta))
+    assert private.epsilon == accounting.epsilon(mechanism, 18, experiment.delta)[private.name]
+    with RunFolder.open(tmp_path / "run") as folder:
+        assert max(row.round for row in folder.variant(variant.name).history()) == 8
+
+
+@pytest.mark.parametrize("name", ["summary.json", "Run.JSON", "experiment.toml", "long " * 50])
+def test_a_variant_cannot_have_the_name_of_a_file_of_the_run(name):
+    with pytest.raises(ValueError, match="variant's name must be short, and not that of a file of the run"):
+        tiny(variants=(replace(tiny().variants[0], name=name),))

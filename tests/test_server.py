@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from scipy import stats
 
-from fedhdp.mechanism import AdaptiveClip
+from fedhdp.mechanism import LEAST_CLIP, MOST, AdaptiveClip
 from fedhdp.server import (
     ServerStep,
     Sums,
@@ -222,3 +222,19 @@ def test_adam_and_yogi_without_momentum_stay_where_they_are_when_nothing_comes(o
     for momentum, moves in ((0.0, False), (0.5, True)):
         first, second = after(ServerStep(optimiser, learning_rate=0.1, momentum=momentum), 1, 0)
         assert (float(second.theta_P[0]) > float(first.theta_P[0]) + 1e-3) == moves
+
+
+@pytest.mark.parametrize(("pushed", "stays"), [(1e6, LEAST_CLIP), (-1e6, MOST)])
+def test_a_clip_never_gets_where_noise_vanishes_or_is_infinite(pushed, stays):
+    """At clip 0 there is no noise, and 0 / 0 shows who sent a zero: the clip has bounds, whatever the bits say."""
+    terms = mechanism_of((19, 1.5, 1.0), clip=AdaptiveClip(initial=stays)).terms
+    sums = Sums(jnp.zeros(4), jnp.float32(pushed), jnp.zeros(1, jnp.int32))
+    update, clip = private_mean(terms, jnp.float32(stays), sums, jax.random.key(0))
+    assert clip == jnp.float32(stays)
+    assert jnp.isfinite(update).all()
+    assert (update != 0).all()
+
+
+def test_an_optimiser_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="optimiser must be one of add, momentum, adam, yogi, got 'sgd'"):
+        ServerStep("sgd")  # type: ignore[arg-type]

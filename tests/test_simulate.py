@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
@@ -15,10 +16,10 @@ from msgspec.structs import replace
 
 from fedhdp.algorithms import dp_fedavg, fedhdp, hdp_fedavg, local_only, non_private
 from fedhdp.client import LocalTraining
-from fedhdp.mechanism import Mechanism
+from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.metrics import group_rows
-from fedhdp.models import mlp
-from fedhdp.population import Population
+from fedhdp.models import Model, correct, linear, mlp, squared_error
+from fedhdp.population import Population, examples
 from fedhdp.server import ServerStep
 from fedhdp.simulate import BATCHES, COHORT, NOISE, Simulation, simulate, stream
 from fedhdp.simulate import MODEL as START
@@ -248,6 +249,51 @@ def test_nobody_who_knows_the_seed_knows_who_came_and_no_coin_is_tossed_for_two_
     assert not draws([non_private(CHOSEN), CHOSEN])
     assert draws(CHOSEN, noise_seed=0)  # repeatable, and says that it is not private
     assert draws(non_private(CHOSEN))  # nothing is promised
+
+
+def test_a_client_of_another_size_changes_a_sum_by_its_own_update_alone():
+    """Training that magnifies every rounding: others must not be computed otherwise because somebody large came."""
+    sizes = np.random.default_rng(2).integers(8, 20, 64)
+    sizes[0] = 100
+    population = tiny_population(sizes.tolist(), inputs=30, seed=2)
+    one_group = Mechanism((PrivacyGroup("all", 64, 0.0, 1.0),), clip=1.0)
+    training = LocalTraining(epochs=100, batch_size=4, learning_rate=1.0, personalise=False)
+    simulation = Simulation(population, mlp(30, 20, 3), one_group, training)
+    assert len(simulation.engine.shape.sizes) > 1
+
+    def moved(cohort: np.ndarray) -> np.ndarray:
+        simulation.draw_cohort = lambda round: cohort  # type: ignore[method-assign]
+        before = np.asarray(simulation.start().server.theta_P[0], np.float64)
+        return 64 * (np.asarray(simulation.play(simulation.start()).server.theta_P[0], np.float64) - before)
+
+    change = moved(np.arange(64)) - moved(np.arange(1, 64))
+    assert np.linalg.norm(change) <= 1 + 1e-3
+    np.testing.assert_allclose(change, moved(np.arange(1)), atol=1e-3)
+
+
+def test_data_that_does_not_fit_is_refused_and_not_found_out_by_wrong_numbers(population):
+    def refused(complaint: str, model: Model = MODEL, **changes: object) -> None:
+        with pytest.raises(ValueError, match=complaint):
+            Simulation(population._replace(**changes), model, CHOSEN, TRAINING)
+
+    fewer = population.test._replace(start_K=population.test.start_K[1:], count_K=population.test.count_K[1:])
+    refused("test examples must be of 19 clients", test=fewer)
+    refused("labels must be from 0 to 1, as the model has 2 outputs, got .0, 2.", mlp(12, 5, 2))
+    refused("labels must be of the shape", server_y_N=population.server_y_N[:, None])
+    regression = linear(12, 1, loss=squared_error, score=squared_error)
+    refused("targets must be of the shape .2, 1., which the outputs have, not .2,.", regression)
+    refused("loss for two examples must be one number for each", MODEL._replace(loss=lambda out, y: jnp.float32(0)))
+    with pytest.raises(ValueError, match="counts must be at least 0, not -1"):
+        examples(np.zeros((3, 2)), np.zeros(3), [4, -1])
+    strong = replace(CHOSEN, groups=tuple(replace(group, pull=7.0) for group in CHOSEN.groups))
+    with pytest.raises(
+        ValueError, match=r"pull of 'group 0' must be below 6.66667, or at the personal learning rate 0.3"
+    ):
+        Simulation(population, MODEL, strong, TRAINING)
+
+
+def test_a_model_that_is_no_number_any_more_is_never_right():
+    assert correct(jnp.array([[jnp.nan, 0.0], [jnp.inf, 0.0], [1.0, 0.0]]), jnp.array([0, 0, 0])).tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize("personalise", [True, False])

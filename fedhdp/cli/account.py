@@ -147,6 +147,7 @@ def _priced(experiment: Experiment, tuning: tuple[float, float] | None) -> dict[
     for variant in experiment.variants:
         mechanism = variant.mechanism(chosen)
         alike.setdefault(tuple(spends(mechanism).items()), []).append((variant.name, mechanism))
+    everything = [mechanism for variants in alike.values() for _, mechanism in variants]
     priced = []
     for variants in alike.values():
         groups = []
@@ -154,7 +155,8 @@ def _priced(experiment: Experiment, tuning: tuple[float, float] | None) -> dict[
             mechanism, delta = variants[0][1], experiment.delta_of(group.name)
             rdp = prices(mechanism, rounds, delta)[group.name]
             pld = prices(mechanism, rounds, delta, "pld")[group.name] if mechanism.sampling == "poisson" else None
-            tuned = price_of_tuning([m for _, m in variants], rounds, delta, *tuning)[group.name] if tuning else None
+            among = [m for m in everything if not next(one for one in m.groups if one.name == group.name).opted_out]
+            tuned = price_of_tuning(among or everything, rounds, delta, *tuning)[group.name] if tuning else None
             groups.append(
                 {
                     "group": group.name,
@@ -180,12 +182,13 @@ def _print_answer(answer: dict[str, Any]) -> None:
 
     out, fixed = console(), answer["sampling"] == "fixed"
     changed = "replacing one client" if fixed else "one client"
-    noise, cost = f"{answer['noise_multiplier']:.4g}", in_short(answer["epsilon"])
+    asked, cost = "epsilon_asked" in answer, in_short(answer["epsilon"])
+    noise = in_short(answer["noise_multiplier"]) if asked else f"{answer['noise_multiplier']:.4g}"
     rests = (
         f"q {answer['sampling_rate']:g}, {SAMPLER[answer['sampling']]}, {answer['adjacency']}, "
         f"{answer['accountant'].upper()} accountant" + (f", {answer['tuning']}" if answer["tuning"] else "")
     )
-    if "epsilon_asked" in answer:
+    if asked:
         out.print(
             f"Noise multiplier {noise}: {noise} times what {changed} can change keeps {answer['rounds']} "
             f"rounds within epsilon {in_short(answer['epsilon_asked'])} at delta {answer['delta']:g}. "
@@ -211,7 +214,7 @@ def _print_answer(answer: dict[str, Any]) -> None:
     out.print(f"{'rounds':>{digits}}  epsilon", style="dim")
     for point in answer["curve"]:
         bar = "█" * max(1, round(WIDEST * point["epsilon"] / most)) if point["epsilon"] else ""
-        out.print(f"{point['rounds']:>{digits}}  {point['epsilon']:>7.4g}  ", end="")
+        out.print(f"{point['rounds']:>{digits}}  {in_short(point['epsilon']):>7}  ", end="")
         out.print(bar, style="cyan")
 
 
@@ -231,7 +234,7 @@ def _print_table(answer: dict[str, Any]) -> None:
                 group["group"],
                 f"{group['clients']:,}",
                 f"{group['sampling_rate']:g}",
-                in_short(group["noise_multiplier"]),
+                "∞" if group["noise_multiplier"] == math.inf else f"{group['noise_multiplier']:.4g}",
                 f"{group['delta']:g}",
                 in_short(group["epsilon"]),
                 in_short(group["epsilon_pld"]),
@@ -240,4 +243,5 @@ def _print_table(answer: dict[str, Any]) -> None:
             )
     out.print(shown)
     if tuned:
-        out.print(f"tuned: {answer['tuning']}, by RDP, if nothing of the other trials is shown")
+        among = "each a row that promises the group something"
+        out.print(f"tuned: {answer['tuning']}, {among}, by RDP, if nothing of the other trials is shown")

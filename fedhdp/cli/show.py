@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable
 
@@ -10,6 +9,8 @@ import msgspec
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from fedhdp.accounting import rounded_up
 
 
 def print_json(answer: object) -> None:
@@ -25,8 +26,8 @@ def console() -> Console:
 
 
 def in_short(epsilon: float | None, otherwise: str = "–") -> str:
-    """An epsilon for a table."""
-    return otherwise if epsilon is None else "∞" if epsilon == math.inf else f"{epsilon:.4g}"
+    """An epsilon for a table, or the noise that keeps one: never rounded down."""
+    return otherwise if epsilon is None else rounded_up(epsilon)
 
 
 def table(texts: Iterable[str], numbers: Iterable[str]) -> Table:

@@ -75,12 +75,14 @@ def store_npz(path: Path, arrays: dict[str, np.ndarray], sha256: str, directory:
             raise ValueError(f"{path} is damaged: {len(image_N)} images, but {len(arrays[name])} entries of {name}")
     if image_N.shape[1:] != (SIDE, SIDE) or image_N.dtype != np.uint8 or is_test_N.dtype != bool:
         raise ValueError(f"{path}: images are {image_N.dtype} {image_N.shape}, not 28x28 bytes, or is_test is not bool")
-    if label_N.max(initial=0) >= CLASSES:
-        raise ValueError(f"{path}: labels go up to {label_N.max()}, not {CLASSES - 1}")
+    if label_N.dtype.kind not in "iu" or not 0 <= label_N.min(initial=0) <= label_N.max(initial=0) < CLASSES:
+        raise ValueError(f"{path}: labels are not all whole numbers from 0 to {CLASSES - 1}")
     known = len(arrays["client_ids"])
     present_K = np.unique(client_N)
     if not np.array_equal(present_K, np.arange(known)):
         raise ValueError(f"{path}: {known} client_ids, but images of {len(present_K)} clients")
+    if is_test_N.all() or not is_test_N.any():
+        raise ValueError(f"{path}: all images are to {'test' if is_test_N.all() else 'train'}")
     with stored.writing("femnist-330", {path.name: sha256}, directory) as writer:
         for part, wanted_N in (("train", ~is_test_N), ("test", is_test_N)):
             rows_N = np.flatnonzero(wanted_N)

@@ -59,6 +59,11 @@ def _search(given: Path, found: dict[str, list[Path]], strangers: list[str], pro
         elif path == given:
             raise ValueError(f"{path} is no file of a known source; known are {', '.join(SOURCES)}")
         progress(f"looking at {given}", number, len(files))
+    shards = found.get("femnist-leaf", [])
+    folders = {path.parent for path in shards}
+    for path in files if shards else ():
+        if path.suffix == ".json" and path not in shards and (path.parent in folders or leaf.part_of(path) != "all"):
+            raise ValueError(f"{path} is damaged, or is no shard of LEAF, but is where they are")
 
 
 def recognise(path: Path) -> str | None:

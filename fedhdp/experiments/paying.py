@@ -34,8 +34,10 @@ class Payer:
         ledger: Ledger | None,
         run: str,
         completed: int,
+        again: int,
     ):
         self.experiment, self.simulation, self.ledger, self.run = experiment, simulation, ledger, run
+        self.again = 0 if experiment.noise_seed is not None else again  # with a seed they are the same rounds
         self.whole = simulation.mechanisms[number]  # with everybody in it
         if ledger is not None and number == 0:  # with a ledger all variants of a simulation are one run
             for name, budget in experiment.budgets.items():
@@ -93,5 +95,5 @@ class Payer:
 
     def _spent(self, name: str, rounds: int, run: str | None) -> Iterable[tuple]:
         if self.ledger is None or (run is not None and self.experiment.noise_seed is not None):
-            return [spends(self.whole, rounds)[name]]  # with a seed: what it would be without
+            return [spends(self.whole, rounds + self.again)[name]]  # with a seed: what it would be without
         return self.ledger.spent(name, run)

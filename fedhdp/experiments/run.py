@@ -17,8 +17,8 @@ from fedhdp import results
 from fedhdp.experiments.paying import BudgetSpent, Payer
 from fedhdp.experiments.spec import Experiment, Variant, from_toml, to_toml
 from fedhdp.ledger import Ledger
-from fedhdp.mechanism import Mechanism
-from fedhdp.metrics import SERVER, Row
+from fedhdp.mechanism import SERVER, Mechanism
+from fedhdp.metrics import Row
 from fedhdp.models import Model
 from fedhdp.outcome import Summary, VariantResult, fill_in
 from fedhdp.personal import personal_bytes, personal_room
@@ -150,8 +150,8 @@ def _run_batch(
     name = variants[0].name if len(batch) == 1 else f"{variants[0].name} and {len(batch) - 1} more"
     place = (name, batch[0] + 1, len(experiment.variants))
     watch(Progress(*place, 0, experiment.rounds))
-    state, histories, seconds_before = _go_on(simulation, parts)
-    payers = _payers(experiment, variants, simulation, ledger, run_id, state.round)
+    state, histories, seconds_before, again = _go_on(simulation, parts)
+    payers = _payers(experiment, variants, simulation, ledger, run_id, state.round, again)
     kept, pause, stopped = begun, experiment.checkpoint_seconds, None
 
     def evaluate(state: State) -> None:
@@ -176,8 +176,7 @@ def _run_batch(
         go_on = watch(Progress(*place, state.round, experiment.rounds, latest, epsilon, payers[0].rounds_left))
         now = time.monotonic()
         if not go_on or now - kept >= pause:
-            seconds_so_far = np.array(seconds_before + now - begun)
-            parts[0].keep_checkpoint({**simulation.pack(state), "seconds": seconds_so_far})
+            _keep(simulation, state, parts[0], seconds_before + now - begun, again)
             kept = time.monotonic()
             pause = max(experiment.checkpoint_seconds, 20 * (kept - now))  # a twentieth of the time at most
         if not go_on:
@@ -201,14 +200,26 @@ def _run_batch(
     return found
 
 
-def _go_on(simulation: Simulation, parts: list[VariantFolder]) -> tuple[State, list[list[Row]], float]:
-    """Where a batch begins, or goes on: its state, its variants' histories up to there, the seconds it has taken."""
+def _go_on(simulation: Simulation, parts: list[VariantFolder]) -> tuple[State, list[list[Row]], float, int]:
+    """Where a batch begins, or goes on: its state, its variants' histories up to there, the seconds it has taken.
+
+    And how many rounds were shown that are played again, with other noise: after a crash, those since the checkpoint.
+    """
     checkpoint = parts[0].checkpoint()
     state = simulation.start() if checkpoint is None else simulation.unpack(checkpoint)
-    histories = [[] if checkpoint is None else part.history(until=state.round) for part in parts]
+    seconds, again = (0.0, 0) if checkpoint is None else (float(checkpoint["seconds"]), int(checkpoint.get("again", 0)))
+    shown = max((row.round for part in parts for row in part.history()), default=0)
+    if shown > state.round:
+        again += shown - state.round
+        _keep(simulation, state, parts[0], seconds, again)  # before it is forgotten that they were shown
+    histories = [part.history(until=state.round) for part in parts]
     for part, history in zip(parts, histories):
         part.restart_history(history)
-    return state, histories, 0.0 if checkpoint is None else float(checkpoint["seconds"])
+    return state, histories, seconds, again
+
+
+def _keep(simulation: Simulation, state: State, part: VariantFolder, seconds: float, again: int) -> None:
+    part.keep_checkpoint({**simulation.pack(state), "seconds": np.array(seconds), "again": np.array(again)})
 
 
 def _payers(
@@ -218,11 +229,12 @@ def _payers(
     ledger: Ledger | None,
     run_id: str,
     completed: int,
+    again: int,
 ) -> list[Payer]:
     """Who pays for each variant; a run is charged under the name of the first variant that shares it."""
     names = [variants[simulation.run_of.index(run)].name for run in simulation.run_of]
     return [
-        Payer(experiment, simulation, number, ledger, f"{run_id}/{name}", completed)
+        Payer(experiment, simulation, number, ledger, f"{run_id}/{name}", completed, again)
         for number, name in enumerate(names)
     ]
 

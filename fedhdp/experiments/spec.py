@@ -21,7 +21,7 @@ from fedhdp.client import LocalTraining
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup, require
 from fedhdp.models import Model, cnn, linear, mlp
 from fedhdp.population import Population, hold_out
-from fedhdp.results import slug
+from fedhdp.results import can_be_folder, slug
 from fedhdp.server import ServerStep
 
 
@@ -260,6 +260,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         names = [variant.name for variant in self.variants]
         slugs = {slug(name) for name in names}
         require(len(slugs) == len(names), "variants", names, "variants whose names differ in letters a to z or digits")
+        for name in names:
+            require(can_be_folder(name), "variant's name", name, "short, and not that of a file of the run")
         total = sum(group.clients for group in self.mechanism.groups)
         rule = f"groups whose clients add up to data.clients, {self.data.clients}"
         require(total == self.data.clients, "mechanism.groups", total, rule)
@@ -270,7 +272,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in self.budgets:
             require(name in groups, "budgets", name, f"of groups that exist ({', '.join(groups)})")
         for variant in self.variants:
-            variant.mechanism(self.mechanism._at([group.noise_multiplier or 0.0 for group in self.mechanism.groups]))
+            asked = self.mechanism._at([group.noise_multiplier or 0.0 for group in self.mechanism.groups])
+            self.training.check(variant.mechanism(asked))
 
     def delta_of(self, group: str) -> float:
         """The delta at which a group's epsilon is told."""

@@ -41,8 +41,8 @@ from fedhdp.flower.messages import (
 )
 from fedhdp.flower.registry import Registry
 from fedhdp.flower.spending import Purse
-from fedhdp.mechanism import Terms
-from fedhdp.metrics import SERVER, Row, group_rows
+from fedhdp.mechanism import SERVER, Terms
+from fedhdp.metrics import Row, group_rows
 from fedhdp.server import ServerState, Sums
 from fedhdp.simulate import COHORT, NOISE, stream
 

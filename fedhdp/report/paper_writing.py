@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from fedhdp.accounting import rounded_up
 from fedhdp.experiments import paper
 from fedhdp.experiments.own import LEVELS
 from fedhdp.report.paper_runs import SHORT
@@ -146,7 +147,7 @@ def _prices(found: Comparison, stated: float | None) -> list[str]:
 
 
 def _both(rdp: float, pld: float | None) -> str:
-    return f"{rdp:.2f}" + ("" if pld is None else f" (by PLD {pld:.2f})")
+    return rounded_up(rdp, 2) + ("" if pld is None else f" (by PLD {rounded_up(pld, 2)})")
 
 
 def orderings_table(found: Comparison) -> Shown:

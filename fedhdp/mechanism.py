@@ -158,7 +158,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def bit_noise(self) -> float:
-        """Noise on the sum of the clip bits; by default a twentieth of the cohort, and cheap beside the update."""
+        """Noise on the sum of the clip bits; by default a twentieth of the cohort or 2 z, and cheap beside the update."""
         if not isinstance(self.clip, AdaptiveClip):
             return 0.0
         if self.clip.bit_noise is not None:

@@ -15,7 +15,7 @@ class Row(NamedTuple):
 
     round: int
     group: str
-    model: str  # global, personal or average
+    model: str  # global, personal, average or chosen
     metric: str
     value: float
 
@@ -34,11 +34,3 @@ def group_rows(round: int, model: str, names: list[str], group_K: np.ndarray, sc
         values = {"accuracy": scores.mean(), "variance": scores.var(), "worst_decile": worst.mean()}
         rows += [Row(round, name, model, metric, float(value)) for metric, value in values.items()]
     return rows
-
-
-def mean_by_client(score_N: np.ndarray, count_K: np.ndarray) -> np.ndarray:
-    """The mean of each client's scores, which lie client after client; NaN for a client without any."""
-    total = np.concatenate([[0.0], np.cumsum(score_N, dtype=np.float64)])
-    end_K = np.cumsum(count_K)
-    with np.errstate(invalid="ignore"):
-        return (total[end_K] - total[end_K - count_K]) / np.where(count_K > 0, count_K, np.nan)

@@ -1,9 +1,11 @@
 """What the server does, the left column of the paper's Algorithm 1: sample, clip, sum, noise, weigh, move the clip.
 
-All code that a privacy claim rests on is on this page. The numbers come from ``Mechanism.terms``, nothing else.
+What is released is made on this page. The numbers come from ``Mechanism.terms``, nothing else; norms and weighted sums of
+updates that are not written out come from ``span``, who is drawn and the noise's keys from who calls.
 
 Sums add up: over the clients of a chunk, over chunks, over devices, over messages. Only ``private_mean`` looks at the
-total, and only what it returns may leave the server; what follows it is post-processing and costs no privacy.
+total, and only what it returns may leave the server; what follows it is post-processing and costs no privacy. How many
+updates were refused is kept beside it for the one who runs the server, and is no part of what is released.
 
 Axis letters: C clients, G groups, P parameters.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -426,3 +427,15 @@ def test_noise_is_drawn_once_however_many_devices_there_are(tmp_path):
     for other in runs[1:]:
         for name in ("theta", "clip", "own"):
             np.testing.assert_allclose(other[name], runs[0][name], atol=1e-5)
+
+
+def test_the_example_that_brings_its_own_data_and_model_runs():
+    """Personal models, which have seen their clinic's own rule, are right more often than the global one."""
+    example = Path(__file__).parents[1] / "examples" / "own.py"
+    said = subprocess.run([sys.executable, example], capture_output=True, text=True, check=True).stdout
+    *priced, _ = said.split("all alike\n")[0].split("\n")
+    assert [line.split(":")[0] for line in priced] == ["none", "some", "strong"]
+    for of_rule in said.split("all alike\n")[1].split("by their noise\n"):
+        scores = {tuple(line.split()[:2]): float(line.split()[2]) for line in of_rule.splitlines()}
+        assert len(scores) == 7
+        assert all(scores[name, "personal"] > scores[name, "global"] + 0.1 for name in ("none", "some", "strong"))

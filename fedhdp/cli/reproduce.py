@@ -51,7 +51,7 @@ def reproduce(
     pulls: Annotated[str, typer.Option(help="Which pulls λ, comma-separated.")] = "0.005,0.05,0.25",
     rounds: Annotated[int | None, typer.Option(help="Rounds to train; default the paper's 500.", min=1)] = None,
     noise_seed: Annotated[
-        int | None, typer.Option(help="Seed of the noise: repeatable, and therefore not private; seed K adds K to it.")
+        int | None, typer.Option(help="Seed of noise and cohorts: repeatable, so not private; seed K adds K to it.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the table; default runs/paper/TABLE.")] = None,
     render: Annotated[bool, typer.Option("--render", help="Run nothing: draw the table of what is there.")] = False,

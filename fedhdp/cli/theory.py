@@ -126,7 +126,7 @@ def _print(problem: Problem, answer: Optimum) -> None:
     out.print(
         "What to do: set these as the groups' weight and pull, the last column's pull where the server adds the noise (as "
         "`fedhdp run` does), the other where clients add their own and take it out again; clients' errors above are at the "
-        "last column's."
+        "last column's. A strong pull λ wants a personal learning rate near 1/(1+λ), and does not train at 2/λ or more."
     )
 
 

@@ -99,7 +99,7 @@ class Options(NamedTuple):
     personal_epochs: int | None = None  # None: all of a round's
     pulls: tuple[float, ...] = PULLS
     rounds: int = ROUNDS
-    noise_seed: int | None = None  # of seed 0; None: noise from the operating system's entropy
+    noise_seed: int | None = None  # of seed 0; None: noise and cohorts from the operating system's entropy
 
 
 class Part(NamedTuple):

@@ -180,6 +180,13 @@ class Ledger:
                 )
             self._db.execute("UPDATE groups SET epsilon = ?, delta = ? WHERE name = ?", (epsilon, delta, group))
 
+    def tighten(self, group: str, epsilon: float, delta: float) -> None:
+        """Promise a group this budget, or as much of it as is stricter than what it was promised before."""
+        known = self.budget(group) if group in self.groups() else None
+        self.promise(
+            group, min(epsilon, known.epsilon) if known else epsilon, min(delta, known.delta) if known else delta
+        )
+
     def register(self, client: str, group: str) -> str:
         """Hold a client to the group it chose, durably; what it is held to is the first group that it ever chose."""
         require(client != "", "client", client, "an identity")

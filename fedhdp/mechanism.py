@@ -31,7 +31,6 @@ import numpy as np
 SERVER = "server"  # the name under which the server's own measurements stand beside the groups'
 MOST = 1e9  # of a multiplier, a weight, a pull or a clip: what is far beyond use would only overflow
 LEAST_WEIGHT, LEAST_CLIP = 1e-15, 1e-9  # so that their noise is never too small for single precision
-LEAST_NOISE = 1e-2  # a multiplier below this is no promise
 UPWARDS = 1 + 2.0**-22  # rounding to single precision never leaves less noise than is owed
 
 
@@ -55,8 +54,8 @@ class PrivacyGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         named = self.name not in ("", SERVER) and self.name.isprintable()
         require(named, "name", self.name, f"a name that can be printed, and not {SERVER!r}")
         require(self.clients >= 1, "clients", self.clients, "at least 1")
-        some = self.noise_multiplier == 0 or LEAST_NOISE <= self.noise_multiplier <= MOST
-        require(some, "noise_multiplier", self.noise_multiplier, f"0, or finite and from {LEAST_NOISE:g} to {MOST:g}")
+        some = self.noise_multiplier == 0 or 1e-6 <= self.noise_multiplier <= MOST
+        require(some, "noise_multiplier", self.noise_multiplier, f"0, or finite and from 1e-6 to {MOST:g}")
         require(0 <= self.sampling_rate <= 1, "sampling_rate", self.sampling_rate, "between 0 and 1")
         some = self.weight == 0 or LEAST_WEIGHT <= self.weight <= MOST
         require(some, "weight", self.weight, f"0, or finite and from {LEAST_WEIGHT:g} to {MOST:g}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 
@@ -78,6 +79,7 @@ def group_results(
         if ACCOUNTING and not group.opted_out:
             result.delta = delta(group.name)
             result.epsilon = compose(paid, result.delta)
+            result.opted_out = result.epsilon == math.inf  # too little noise to promise anything is none
             last = spend(mechanism, group)._replace(rounds=rounds)
             result.epsilon_basis = quote(group.name, result.epsilon, result.delta, last, "rdp").basis
             if len(paid) > 1:

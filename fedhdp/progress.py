@@ -55,7 +55,7 @@ class ProgressDisplay:
             if self.live:
                 self.bars.stop()
             go_on = f"; to go on: {self.again}" if self.again else ""
-            self.console.print(f"stopped at once{go_on}", style="yellow", highlight=False, soft_wrap=True)
+            os.write(2, f"stopped at once{go_on}\n".encode())  # the console may be in the middle of another line
             os._exit(130)
         self.stop = True
         self.console.print("stopping after this round; once more stops at once", style="yellow")

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -25,6 +26,7 @@ from fedhdp.experiments import EXPERIMENTS
 from fedhdp.experiments.run import Interrupted, Progress, resume, run
 from fedhdp.experiments.spec import Experiment, LifetimeBudget, from_toml, to_toml
 from fedhdp.ledger import Ledger
+from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.results import DamagedRun, RunFolder
 
 TINY = Path(__file__).parent / "tiny.toml"
@@ -315,7 +317,7 @@ def test_a_later_run_tightens_a_promised_budget_and_never_loosens_it(tmp_path):
         run(experiment, tmp_path / f"run {number}", onwards)
         with Ledger(path, fits, read_only=True) as ledger:
             kept.append(tuple(ledger.budget("private")))
-    assert kept == [(5.0, 1e-4)] * 5 + [(4.0, 1e-5)]
+    assert kept == [(5.0, 1e-4)] * 3 + [(5.0, 1e-6), (3.0, 1e-6), (3.0, 1e-6)]
 
 
 def test_noise_that_can_be_computed_again_is_charged_as_none(tmp_path):
@@ -689,3 +691,13 @@ def test_rounds_that_were_shown_and_are_played_again_are_paid_for_twice(tmp_path
 def test_a_variant_cannot_have_the_name_of_a_file_of_the_run(name):
     with pytest.raises(ValueError, match="variant's name must be short, and not that of a file of the run"):
         tiny(variants=(replace(tiny().variants[0], name=name),))
+
+
+def test_noise_too_small_to_promise_anything_is_told_as_none():
+    weak = Mechanism(
+        (PrivacyGroup("weak", 10, 0.005, 0.5), PrivacyGroup("strong", 10, 2.0, 0.5, weight=1e-6)), clip=1.0
+    )
+    weak_group, strong_group = outcome.group_results(weak, lambda name: [spends(weak, 5)[name]], lambda name: 1e-4)
+    assert (weak_group.opted_out, strong_group.opted_out) == (True, False)
+    read = msgspec.json.decode(msgspec.json.encode(weak_group), type=type(weak_group))
+    assert outcome._epsilon(read) == "∞"

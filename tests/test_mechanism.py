@@ -161,7 +161,7 @@ def test_what_cannot_be_meant_is_refused():
         Mechanism((), 0.5)
     with pytest.raises(ValueError, match="groups must be groups of different names, got 'a'"):
         Mechanism((group, group), 0.5)
-    with pytest.raises(ValueError, match=r"noise_multiplier must be 0, or finite and from 0.01 to .*, got 1e-200"):
+    with pytest.raises(ValueError, match=r"noise_multiplier must be 0, or finite and from 1e-6 to .*, got 1e-200"):
         replace(group, noise_multiplier=1e-200)
     with pytest.raises(ValueError, match=r"weight must be 0, or finite and from 1e-15 to .*, got 2e-38"):
         replace(group, weight=2e-38)  # its noise would be too small for single precision, and vanish

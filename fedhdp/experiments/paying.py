@@ -41,9 +41,7 @@ class Payer:
         self.whole = simulation.mechanisms[number]  # with everybody in it
         if ledger is not None and number == 0:  # with a ledger all variants of a simulation are one run
             for name, budget in experiment.budgets.items():
-                known = ledger.budget(name) if name in ledger.groups() else None
-                if known is None or (budget.epsilon <= known.epsilon and budget.delta <= known.delta):
-                    ledger.promise(name, budget.epsilon, budget.delta)  # what was promised is never loosened
+                ledger.tighten(name, budget.epsilon, budget.delta)
             ledger.begin(run, self.whole, completed)
 
     def pay(self) -> None:

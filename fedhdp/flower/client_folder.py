@@ -118,9 +118,8 @@ class Folder(Memory):
         alone = Mechanism((PrivacyGroup(ME, 1, spent.noise_multiplier, spent.sampling_rate),), clip=1.0)
         with Ledger(self.path / "client.ledger", fits) as ledger:
             ledger.begin(name, alone)
-            if budget is not None:  # a life's budget may be lowered, never raised: all that were ever wanted hold
-                known = ledger.budget(ME) or budget
-                ledger.promise(ME, min(budget.epsilon, known.epsilon), min(budget.delta, known.delta))
+            if budget is not None:
+                ledger.tighten(ME, *budget)  # all that were ever wanted hold
             try:
                 ledger.charge(name, {ME: spent})
             except BudgetError as error:

@@ -39,9 +39,7 @@ class Purse:
         self.stretches, self.left_out = stretches, left_out
         self._members: dict[str, str] = {}
         for name, budget in deployment.budgets.items():
-            known = ledger.budget(name) if name in ledger.groups() else None
-            if known is None or (budget.epsilon <= known.epsilon and budget.delta <= known.delta):
-                ledger.promise(name, budget.epsilon, budget.delta)  # what was promised is never loosened
+            ledger.tighten(name, budget.epsilon, budget.delta)
 
     @property
     def mechanism(self) -> Mechanism:

@@ -30,8 +30,7 @@ def hdp_fedavg(mechanism: Mechanism) -> Mechanism:
 
 def dp_fedavg(mechanism: Mechanism) -> Mechanism:
     """Every group the strictest group's noise, added once, every update the same weight."""
-    strictest = max(group.noise_multiplier for group in mechanism.groups)
-    change = lambda group: replace(group, weight=1.0, noise_multiplier=strictest)  # noqa: E731
+    change = lambda group: replace(group, weight=1.0, noise_multiplier=mechanism.strictest)  # noqa: E731
     return _with_groups(mechanism, change, noise="shared")
 
 

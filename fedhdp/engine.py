@@ -40,7 +40,7 @@ class Shape(NamedTuple):
     """What of an engine is fixed when it is compiled, besides model, training and server step."""
 
     inputs: int  # numbers of one example
-    sizes: tuple[int, ...]  # capacities at which clients are trained, the smallest that holds a chunk's clients
+    sizes: tuple[int, ...]  # capacities at which clients are trained, each at the smallest that holds it
     full: bool  # all clients fill the only capacity
     everywhere: bool  # all examples are on all devices
     run_V: tuple[int, ...]  # the global model of each personal one
@@ -62,9 +62,7 @@ class Slots(NamedTuple):
 class Engine:
     """A compiled round for one model, one way of training and one shape of the data."""
 
-    def __init__(
-        self, model: Model, training: LocalTraining, server: ServerStep, shape: Shape, chunk: int | None = None
-    ):
+    def __init__(self, model: Model, training: LocalTraining, server: ServerStep, shape: Shape):
         self.model, self.training, self.server, self.shape = model, training, server, shape
         self.run_V = np.array(shape.run_V, int)
         self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
@@ -74,8 +72,8 @@ class Engine:
         # done one after the other, and all there are where steps are small.
         networks, each = 256 if shape.full else 512, shape.runs + len(shape.run_V)
         in_span = 256 if len(shape.sizes) == 1 else 32  # those of a chunk are of one size class
-        on_a_gpu = in_span if model.head is not None else max(1, networks // each)
-        self.chunk = chunk or (on_a_gpu if on_gpu else 8)
+        gpu_chunk = in_span if model.head is not None else max(1, networks // each)
+        self.chunk = gpu_chunk if on_gpu else 8
         self.by_client, self.everywhere = NamedSharding(self.mesh, BY_CLIENT), NamedSharding(self.mesh, EVERYWHERE)
         self.like = jax.eval_shape(model.init, jax.random.key(0))
         start, self.unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, self.like))

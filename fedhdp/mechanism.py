@@ -121,10 +121,10 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not isinstance(self.clip, AdaptiveClip):
             rule = f"finite and from {LEAST_CLIP:g} to {MOST:g}"
             require(LEAST_CLIP <= self.clip <= MOST, "clip", self.clip, rule)
-        strictest = max(group.noise_multiplier for group in self.groups)
-        if isinstance(self.clip, AdaptiveClip) and strictest > 0:
-            rule = f"above half the largest noise multiplier ({strictest / 2:g}), or the bits alone cost more than promised"
-            require(self.bit_noise > strictest / 2, "bit_noise", self.bit_noise, rule)
+        half = self.strictest / 2
+        if isinstance(self.clip, AdaptiveClip) and half > 0:
+            rule = f"above half the largest noise multiplier ({half:g}), or the bits alone cost more than promised"
+            require(self.bit_noise > half, "bit_noise", self.bit_noise, rule)
 
     @property
     def clients(self) -> int:
@@ -146,6 +146,16 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(self.cohort_of(group) for group in self.groups)
 
     @property
+    def expected_weight(self) -> float:
+        """How much the updates of a round weigh together, Σ_j r_j N_j of the cohort: what their sum is divided by."""
+        return sum(group.weight * self.cohort_of(group) for group in self.groups)
+
+    @property
+    def strictest(self) -> float:
+        """The largest noise multiplier that any group was promised."""
+        return max(group.noise_multiplier for group in self.groups)
+
+    @property
     def group_of_clients(self) -> np.ndarray:
         """The group of each client of the population: the first group has the first clients."""
         return np.repeat(np.arange(len(self.groups), dtype=np.int32), [group.clients for group in self.groups])
@@ -162,8 +172,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return 0.0
         if self.clip.bit_noise is not None:
             return self.clip.bit_noise
-        strictest = max(group.noise_multiplier for group in self.groups)
-        return max(self.expected_cohort / 20, 2 * strictest) if strictest > 0 else 0.0
+        return max(self.expected_cohort / 20, 2 * self.strictest) if self.strictest > 0 else 0.0
 
     def update_multiplier(self, group: PrivacyGroup) -> float:
         """The noise owed for the update alone, so that update and clip bit together cost the group's multiplier."""
@@ -200,7 +209,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             pull_G=np.array([group.pull for group in self.groups], np.float32),
             update_noise=np.float32(self.update_noise * UPWARDS),
             bit_noise=np.float32(self.bit_noise * UPWARDS),
-            expected_weight=np.float32(sum(group.weight * self.cohort_of(group) for group in self.groups)),
+            expected_weight=np.float32(self.expected_weight),
             expected_cohort=np.float32(self.expected_cohort),
             quantile=np.float32(adaptive.quantile),
             clip_learning_rate=np.float32(adaptive.learning_rate),

@@ -135,10 +135,10 @@ def reach(mechanism: Mechanism, rounds: int, parameters: int, everybody: int | N
     n_G = np.array([mechanism.cohort_of(group) for group in mechanism.groups])
     N_G = np.array([group.clients for group in mechanism.groups])
     r_G = np.array([group.weight for group in mechanism.groups])
-    each = mechanism.update_noise / float(n_G @ r_G)
+    each = mechanism.update_noise / mechanism.expected_weight
     of_a_round = each * math.sqrt(parameters)
     noise = of_a_round / math.sqrt(rounds)
-    sampling = math.sqrt(float(n_G @ r_G**2) / rounds) / float(n_G @ r_G)
+    sampling = math.sqrt(float(n_G @ r_G**2) / rounds) / mechanism.expected_weight
     imbalance = math.sqrt(max(0.0, float(N_G @ r_G**2) / float(N_G @ r_G) ** 2 - 1 / (everybody or mechanism.clients)))
     return Reach(each, of_a_round, noise, sampling, imbalance, math.hypot(noise, sampling, imbalance))
 
@@ -177,7 +177,6 @@ def _planned(
     mechanism: Mechanism, asked: dict[str, float], rounds: int, delta: float, parameters: int
 ) -> tuple[PlannedLevel, ...]:
     own = weighed(replace(mechanism, noise="per_group"), rounds, parameters)
-    whole = sum(group.weight * mechanism.cohort_of(group) for group in mechanism.groups)
     rdp, pld = epsilon(mechanism, rounds, delta, "rdp"), epsilon(mechanism, rounds, delta, "pld")
     return tuple(
         PlannedLevel(
@@ -189,7 +188,7 @@ def _planned(
             group.noise_multiplier,
             group.weight,
             alone.weight,
-            group.weight * mechanism.cohort_of(group) / whole,
+            group.weight * mechanism.cohort_of(group) / mechanism.expected_weight,
             rdp[group.name],
             pld[group.name],
         )

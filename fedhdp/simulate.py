@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -335,7 +336,10 @@ def size_classes(source: Source, batch_size: int, several: bool = True) -> tuple
     batches = max(1, -(-int(source.count_K.max()) // batch_size))
     if not several:
         return (batches * batch_size,)
-    return tuple(2**power * batch_size for power in range(math.ceil(math.log2(batches)) + 1))
+    steps = sorted(
+        {factor * 2**power for factor in (1, 3) for power in range(batches.bit_length())}
+    )  # 1, 2, 3, 4, 6, 8, …
+    return tuple(step * batch_size for step in steps[: bisect_left(steps, batches) + 1])
 
 
 class Trained(NamedTuple):

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fedhdp.cli.show import in_short
+from fedhdp.cli.show import in_short, print_json
 
 if TYPE_CHECKING:
     from fedhdp.outcome import Summary
@@ -91,7 +91,7 @@ def run(
         errors.print(f"stopped; to go on: {again}", style="yellow", highlight=False, soft_wrap=True)
         sys.exit(130)
     if json:
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        print_json(summary)
         return
     _print_table(summary)
     _print_ledger(folder)

@@ -332,13 +332,14 @@ CHOICES = {
 
 def to_toml(experiment: Experiment) -> str:
     """Write an experiment, whole, so that reading it gives the same value."""
-    return tomli_w.dumps(_without_none(msgspec.to_builtins(experiment)))
+    return tomli_w.dumps(without_none(msgspec.to_builtins(experiment)))
 
 
-def _without_none(value: Any) -> Any:
+def without_none(value: Any) -> Any:
+    """What TOML can hold: a field that is None is left out."""
     if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def find(name: str, built_in: dict[str, Callable[[], Experiment]]) -> Experiment:

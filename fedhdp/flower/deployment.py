@@ -16,7 +16,7 @@ import msgspec
 import tomli_w
 
 from fedhdp.client import LocalTraining
-from fedhdp.experiments.spec import LifetimeBudget, WantedGroup, WantedMechanism
+from fedhdp.experiments.spec import LifetimeBudget, WantedGroup, WantedMechanism, without_none
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup, require
 from fedhdp.server import ServerStep
 
@@ -136,8 +136,4 @@ def from_run_config(run_config: Mapping[str, Any]) -> Deployment:
 
 def to_toml(deployment: Deployment) -> bytes:
     """Write a deployment, whole."""
-    return tomli_w.dumps(_without_none(msgspec.to_builtins(deployment))).encode()
-
-
-def _without_none(value: Any) -> Any:
-    return {k: _without_none(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+    return tomli_w.dumps(without_none(msgspec.to_builtins(deployment))).encode()

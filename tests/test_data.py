@@ -403,6 +403,15 @@ def test_leafs_shards_that_are_not_split_are_split_nine_to_one(tmp_path):
     assert sorted(pixel_N) == sorted([*range(20), *range(7)])
 
 
+def test_an_npz_that_lacks_an_array_is_told_which_it_should_have(tmp_path, data):
+    path = tmp_path / "some.npz"
+    np.savez(path, images=np.zeros((5, 28, 28), np.uint8), labels=np.zeros(5, np.uint8))
+    with pytest.raises(
+        ValueError, match=r"its arrays are \['images', 'labels'\]; those of femnist-330 are \['client', "
+    ):
+        import_files([path], quiet)
+
+
 def test_leafs_shards_that_are_damaged_are_refused(tmp_path, data):
     good, bad = tmp_path / "all_data" / "0.json", tmp_path / "all_data" / "1.json"
     shard(good, {"u1": 2})

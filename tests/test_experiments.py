@@ -519,6 +519,7 @@ BAD = {
     ),
     "two variants with one folder": ('"DP-FedAvg"', '"fedHDP"', r"variants whose names differ"),
     "no TOML": ("rounds = 12", "rounds = = 12", "is no TOML"),
+    "a layer without units": ("hidden = 8", "hidden = 0", "hidden must be at least 1, got 0"),
 }
 
 

@@ -57,7 +57,7 @@ def _search(given: Path, found: dict[str, list[Path]], strangers: list[str], pro
         if name is not None:
             found.setdefault(name, []).append(path)
         elif path == given:
-            raise ValueError(f"{path} is no file of a known source; known are {', '.join(SOURCES)}")
+            raise ValueError(f"{path} is no file of a known source{_nearly(path)}; known are {', '.join(SOURCES)}")
         progress(f"looking at {given}", number, len(files))
     shards = found.get("femnist-leaf", [])
     folders = {path.parent for path in shards}
@@ -92,12 +92,26 @@ def _unpacks_to_sqlite(path: Path) -> bool:
 
 
 def _npz_source(path: Path) -> str | None:
+    names = _names(path)
+    return next((source for source, wanted in _NPZ.items() if names == wanted), None)
+
+
+def _names(path: Path) -> set[str]:
+    """The arrays of an npz."""
     try:
         with zipfile.ZipFile(path) as archive:
-            names = {name.removesuffix(".npy") for name in archive.namelist()}
+            return {name.removesuffix(".npy") for name in archive.namelist()}
     except zipfile.BadZipFile as error:
         raise ValueError(f"{path} is damaged or ends too early: {error}") from error
-    return next((source for source, wanted in _NPZ.items() if names == wanted), None)
+
+
+def _nearly(path: Path) -> str:
+    """What an npz lacks, or has too much, to be one that is known."""
+    names = _names(path) if path.suffix == ".npz" else set()
+    near = [(source, wanted) for source, wanted in _NPZ.items() if names & wanted]
+    return "".join(
+        f" (its arrays are {sorted(names)}; those of {source} are {sorted(wanted)})" for source, wanted in near
+    )
 
 
 def _mnist_name(path: Path) -> str | None:

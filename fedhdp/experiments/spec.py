@@ -151,9 +151,11 @@ class Mlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="na
 
     hidden: int = 50
 
+    def __post_init__(self) -> None:
+        require(self.hidden >= 1, "hidden", self.hidden, "at least 1")
+
     def build(self, inputs: int, classes: int) -> Model:
         """Make it."""
-        require(self.hidden >= 1, "hidden", self.hidden, "at least 1")
         return mlp(inputs, self.hidden, classes)
 
 
@@ -162,9 +164,11 @@ class Cnn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="na
 
     kernel: int = 3
 
+    def __post_init__(self) -> None:
+        require(self.kernel >= 1, "kernel", self.kernel, "at least 1")
+
     def build(self, inputs: int, classes: int) -> Model:
         """Make it."""
-        require(self.kernel >= 1, "kernel", self.kernel, "at least 1")
         return cnn(math.isqrt(inputs), classes, self.kernel)
 
 

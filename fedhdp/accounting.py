@@ -40,8 +40,8 @@ ADJACENCY = {"poisson": "add or remove one client", "fixed": "replace one client
 SAMPLER = {"poisson": "Poisson sampling", "fixed": "fixed cohorts without replacement"}
 SENSITIVITY = {"poisson": 1, "fixed": 2}  # how many clips, or halves of a bit, one neighbour can change
 GRAIN = 10**12  # fixed cohorts' sampling rates as whole numbers, which is how events hold them
-LEAST_NOISE = 1e-2  # less is priced as none
 ROUNDING = 1e-15  # an order's cost is never taken to be below what double precision can tell from nothing
+LEAST_NOISE = 1e-2  # less is priced as none
 
 
 class Spend(NamedTuple):

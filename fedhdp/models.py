@@ -23,8 +23,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedhdp.convolution import convolve_and_halve
+from fedhdp.mechanism import require
+from fedhdp.population import Examples, Population
 
 Parameters = Any  # any pytree of float arrays
 Array = jax.Array
@@ -184,3 +187,24 @@ def _dropout(h: Array, rate: float, key: Array | None) -> Array:
     if key is None:
         return h
     return jnp.where(jax.random.bernoulli(key, 1 - rate, h.shape), h / (1 - rate), 0.0)
+
+
+def check_data(population: Population, model: Model) -> None:
+    """Refuse data that does not fit the model, or itself, which else would be found out by wrong numbers alone."""
+    clients = f"of {population.clients} clients, as there are to train"
+    for name, part in (("test examples", population.test), ("validation examples", population.validation)):
+        if part is not None:
+            require(len(part.count_K) == population.clients, name, len(part.count_K), clients)
+    x_N = jax.ShapeDtypeStruct((2, *population.input_shape), jnp.float32)
+    y_N = jax.ShapeDtypeStruct((2, *population.server_y_N.shape[1:]), population.server_y_N.dtype)
+    outputs = jax.eval_shape(lambda key, x_N: model.apply(model.init(key), x_N, key), jax.random.key(0), x_N)
+    for name, judge in (("loss", model.loss), ("score", model.score)):
+        found = jax.eval_shape(judge, outputs, y_N).shape
+        require(found == (2,), f"the shape of the model's {name} for two examples", found, "one number for each")
+    if model.loss is cross_entropy:
+        parts = (part for part in (population.train, population.test) if isinstance(part, Examples))
+        labels = (population.server_y_N, *(part.y_N for part in parts))
+        found = [int(extreme(y_N)) for y_N in labels if len(y_N) for extreme in (np.min, np.max)]
+        classes = outputs.shape[-1]
+        rule = f"from 0 to {classes - 1}, as the model has {classes} outputs"
+        require(0 <= min(found) <= max(found) < classes, "labels", (min(found), max(found)), rule)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -32,12 +31,23 @@ from fedhdp.engine import Engine, Shape
 from fedhdp.evaluation import Evaluation, chosen
 from fedhdp.mechanism import SERVER, Mechanism, require
 from fedhdp.metrics import Row, group_rows
-from fedhdp.models import Array, Model, cross_entropy
+from fedhdp.models import Array, Model, check_data
 from fedhdp.outcome import VariantResult, fill_in, group_results
 from fedhdp.personal import Packed, keep_personal
-from fedhdp.population import Examples, Population, Source
+from fedhdp.population import Population
 from fedhdp.server import ServerState, ServerStep
-from fedhdp.stores import Seats, at_home, belongs_everywhere, by_size, evenly, keep_examples, keep_grams, seat, table_of
+from fedhdp.stores import (
+    Seats,
+    at_home,
+    belongs_everywhere,
+    by_size,
+    evenly,
+    keep_examples,
+    keep_grams,
+    seat,
+    size_classes,
+    table_of,
+)
 
 MODEL, COHORT, BATCHES, NOISE = range(1, 5)  # the streams; 0 is the data's
 
@@ -61,27 +71,6 @@ class State(NamedTuple):
 def _engine(model: Model, training: LocalTraining, step: ServerStep, shape: Shape) -> Engine:
     """One engine for all runs that differ in numbers alone: they share a compilation."""
     return Engine(model, training, step, shape)
-
-
-def check_data(population: Population, model: Model) -> None:
-    """Refuse what else would be found out by wrong numbers alone."""
-    clients = f"of {population.clients} clients, as there are to train"
-    for name, part in (("test examples", population.test), ("validation examples", population.validation)):
-        if part is not None:
-            require(len(part.count_K) == population.clients, name, len(part.count_K), clients)
-    x_N = jax.ShapeDtypeStruct((2, *population.input_shape), jnp.float32)
-    y_N = jax.ShapeDtypeStruct((2, *population.server_y_N.shape[1:]), population.server_y_N.dtype)
-    outputs = jax.eval_shape(lambda key, x_N: model.apply(model.init(key), x_N, key), jax.random.key(0), x_N)
-    for name, judge in (("loss", model.loss), ("score", model.score)):
-        found = jax.eval_shape(judge, outputs, y_N).shape
-        require(found == (2,), f"the shape of the model's {name} for two examples", found, "one number for each")
-    if model.loss is cross_entropy:
-        parts = (part for part in (population.train, population.test) if isinstance(part, Examples))
-        labels = (population.server_y_N, *(part.y_N for part in parts))
-        found = [int(extreme(y_N)) for y_N in labels if len(y_N) for extreme in (np.min, np.max)]
-        classes = outputs.shape[-1]
-        rule = f"from 0 to {classes - 1}, as the model has {classes} outputs"
-        require(0 <= min(found) <= max(found) < classes, "labels", (min(found), max(found)), rule)
 
 
 class Simulation:
@@ -324,22 +313,6 @@ def global_training(mechanism: Mechanism) -> Mechanism:
 def cohorts_of(mechanism: Mechanism) -> tuple:
     """What decides who is drawn: mechanisms that have it in common can be played together."""
     return mechanism.sampling, tuple((group.clients, group.sampling_rate) for group in mechanism.groups)
-
-
-def size_classes(source: Source, batch_size: int, several: bool = True) -> tuple[int, ...]:
-    """A few capacities for clients of unequal size, in whole batches: that of a client follows from its own size alone.
-
-    Several are worth it where time grows with them, in the span; else what is not there is never looked at.
-    """
-    if source.alike:
-        return (int(source.count_K[0]),)
-    batches = max(1, -(-int(source.count_K.max()) // batch_size))
-    if not several:
-        return (batches * batch_size,)
-    steps = sorted(
-        {factor * 2**power for factor in (1, 3) for power in range(batches.bit_length())}
-    )  # 1, 2, 3, 4, 6, 8, …
-    return tuple(step * batch_size for step in steps[: bisect_left(steps, batches) + 1])
 
 
 class Trained(NamedTuple):

@@ -9,6 +9,7 @@ Axis letters: K clients of the population, C slots of a cohort, N examples.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 import jax
@@ -41,6 +42,20 @@ def seat(shares: list[np.ndarray], slots: int) -> Seats:
         client_C[device * each : device * each + len(mine)] = mine
     came_C = client_C != NOBODY
     return Seats(np.where(came_C, client_C, 0), came_C, np.tile(np.arange(each), len(shares)))
+
+
+def size_classes(source: Source, batch_size: int, several: bool = True) -> tuple[int, ...]:
+    """A few capacities for clients of unequal size, in 1, 2, 3, 4, 6, 8, … batches: a client's is by its own size alone.
+
+    Several are worth it where time grows with them, in the span; else what is not there is never looked at.
+    """
+    if source.alike:
+        return (int(source.count_K[0]),)
+    batches = max(1, -(-int(source.count_K.max()) // batch_size))
+    if not several:
+        return (batches * batch_size,)
+    steps = sorted({factor * 2**power for factor in (1, 3) for power in range(batches.bit_length())})
+    return tuple(step * batch_size for step in steps[: bisect_left(steps, batches) + 1])
 
 
 def by_size(clients: np.ndarray, count_K: np.ndarray, sizes: tuple[int, ...], chunk: int) -> np.ndarray:

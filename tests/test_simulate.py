@@ -254,12 +254,15 @@ def test_nobody_who_knows_the_seed_knows_who_came_and_no_coin_is_tossed_for_two_
 
 def test_a_client_of_another_size_changes_a_sum_by_its_own_update_alone():
     """Training that magnifies every rounding: others must not be computed otherwise because somebody large came."""
-    sizes = np.random.default_rng(2).integers(8, 20, 64)
+    rng = np.random.default_rng(2)
+    sizes = rng.integers(8, 20, 64)
     sizes[0] = 100
-    population = tiny_population(sizes.tolist(), inputs=30, seed=2)
+    x_N, y_N = rng.normal(size=(sizes.sum(), 30)).astype(np.float32), rng.integers(0, 10, sizes.sum()).astype(np.int32)
+    data = examples(x_N, y_N, sizes)
+    population = Population("labels at random", data, data, x_N[:50], y_N[:50], 10)
     one_group = Mechanism((PrivacyGroup("all", 64, 0.0, 1.0),), clip=1.0)
     training = LocalTraining(epochs=100, batch_size=4, learning_rate=1.0, personalise=False)
-    simulation = Simulation(population, mlp(30, 20, 3), one_group, training)
+    simulation = Simulation(population, mlp(30, 20, 10), one_group, training)
     assert len(simulation.engine.shape.sizes) > 1
 
     def moved(cohort: np.ndarray) -> np.ndarray:
@@ -268,8 +271,8 @@ def test_a_client_of_another_size_changes_a_sum_by_its_own_update_alone():
         return 64 * (np.asarray(simulation.play(simulation.start()).server.theta_P[0], np.float64) - before)
 
     change = moved(np.arange(64)) - moved(np.arange(1, 64))
-    assert np.linalg.norm(change) <= 1 + 1e-3
-    np.testing.assert_allclose(change, moved(np.arange(1)), atol=1e-3)
+    assert np.linalg.norm(change) <= 1 + 1e-4
+    np.testing.assert_allclose(change, moved(np.arange(1)), atol=1e-4)
 
 
 def test_data_that_does_not_fit_is_refused_and_not_found_out_by_wrong_numbers(population):

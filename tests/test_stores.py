@@ -19,7 +19,8 @@ from fedhdp.client import LocalTraining
 from fedhdp.datasets.handwriting import OnDemand, handwriting
 from fedhdp.models import mlp
 from fedhdp.population import Examples, hold_out
-from fedhdp.simulate import Simulation, simulate_together, size_classes
+from fedhdp.simulate import Simulation, simulate_together
+from fedhdp.stores import size_classes
 
 
 def alike(one, other) -> None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
+from fedhdp.descent import descend
 from fedhdp.mechanism import Mechanism, require
 from fedhdp.models import Array, Model, Parameters, take
 from fedhdp.pace import apart, together
@@ -157,17 +158,15 @@ def client_updates(
             real_B = jnp.ones(size, bool) if full else first + jnp.arange(size) < count
             busy = 1.0 if full else jnp.where(first // training.batch_size < batches, 1.0, 0.0)
 
-            def descend(held, known_B, rate, pull, anchor):
+            def of_model(held, known_B, rate, pull, anchor):
                 def f(held: Parameters) -> Array:
                     loss_B = model.loss(held_in.predict(held, known_B, first, key), y_B)
                     return jnp.sum(jnp.where(real_B, loss_B, 0.0)) / jnp.maximum(jnp.sum(real_B), 1)
 
-                if models == runs:
-                    return jax.tree.map(lambda h, g: h - rate * g, held, jax.grad(f)(held))
-                return jax.tree.map(lambda h, g, a: h - rate * (g + pull * (h - a)), held, jax.grad(f)(held), anchor)
+                return descend(f, held, rate, None if models == runs else pull, anchor, held_in.wide)
 
             rate_of, anchor_of = busy * rate_T[:models], take(anchor_T, slice(models))
-            return jax.vmap(descend)(held_T, known_TB, rate_of, pull_T, anchor_of)
+            return jax.vmap(of_model)(held_T, known_TB, rate_of, pull_T, anchor_of)
 
         theirs = (a_C[:clients] for a_C in (pull_CT[:, :models], y_CM, count_C, batches_C, key_C))
         axes = (_axis(epoch), _axis(first), *(0,) * 7)

@@ -23,6 +23,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from fedhdp.kernels import Launch, is_power_of_two, on_nvidia, over, product, upto
+
 Array = jax.Array
 CORNERS = ((0, 0), (0, 1), (1, 0), (1, 1))
 NOBODY = 4
@@ -35,11 +37,6 @@ def convolve_and_halve(layer: dict[str, Array], image: Array, kernel: int) -> Ar
     if on_nvidia() and shape.suits_kernels:
         return in_kernels(image, layer["w"], layer["b"], shape)
     return as_product(layer, image, kernel)
-
-
-def on_nvidia() -> bool:
-    """Whether computations go to an NVIDIA GPU."""
-    return jax.default_backend() == "gpu" and "NVIDIA" in jax.devices()[0].device_kind
 
 
 def as_product(layer: dict[str, Array], image: Array, kernel: int) -> Array:
@@ -129,7 +126,7 @@ class Shape(NamedTuple):
     @property
     def suits_kernels(self) -> bool:
         """Products in a kernel are of powers of two, of at least 16."""
-        return all(size >= 16 and _is_power_of_two(size) for size in (self.numbers(self.forwards), self.outputs))
+        return all(is_power_of_two(size, at_least=16) for size in (self.numbers(self.forwards), self.outputs))
 
     @property
     def forwards(self) -> Piece:
@@ -141,19 +138,11 @@ class Shape(NamedTuple):
         """What the weights' kernel reads at once: with several inputs a row of a window, if it and its sums can be held."""
         row = Piece(1, self.side)
         sums = len(_places(self, row)) * self.numbers(row) * self.outputs
-        return row if self.inputs > 1 and _is_power_of_two(self.side) and sums <= HELD else self.forwards
+        return row if self.inputs > 1 and is_power_of_two(self.side) and sums <= HELD else self.forwards
 
     def numbers(self, piece: Piece) -> int:
         """How many numbers are read at once."""
         return piece.high * piece.wide * self.inputs
-
-
-class Launch(NamedTuple):
-    """How a kernel is cut: cells of a tile, warps for each, and parts that are summed apart and added up afterwards."""
-
-    rows: int
-    warps: int
-    parts: int = 1
 
 
 # Found by trying on an H200, with 204 networks and batches of 20 images of 28 by 28, then 14 by 14 pixels.
@@ -248,7 +237,7 @@ def _forward_kernel(shape: Shape, launch: Launch, x: Any, w: Any, b: Any, out: A
     for e, f, uses in _pieces(shape, shape.forwards):
         x_RK = cells.piece(x, shape.forwards, e, f)
         for corner, matrix in uses:
-            four[corner] += _dot(x_RK, w[matrix])
+            four[corner] += product(x_RK, w[matrix])
     top_RO, which_RO = _top_and_which(*four)
     top_RO += b[...][None]
     here, real = cells.outputs(0, 0)
@@ -268,7 +257,7 @@ def _weights_kernel(shape: Shape, launch: Launch, x: Any, which: Any, g: Any, dw
         for e, f, uses in _pieces(shape, shape.to_weights):
             x_KR = cells.piece(x, shape.to_weights, e, f).T
             for corner, matrix in uses:
-                matrices[matrix] += _dot(x_KR, g_of[corner])
+                matrices[matrix] += product(x_KR, g_of[corner])
         return tuple(matrices), bias_O + jnp.sum(jnp.where(which_RO != NOBODY, g_RO, 0.0), axis=0)
 
     count, *like = dw.shape
@@ -292,7 +281,7 @@ def _image_kernel(shape: Shape, launch: Launch, w_turned: Any, which: Any, g: An
                 for corner, (a, b) in enumerate(CORNERS):
                     i, j = a + shape.before - e, b + shape.before - f
                     if i in inside and j in inside:
-                        four[corner] += _dot(of_it_RO, w_turned[i * shape.kernel + j])
+                        four[corner] += product(of_it_RO, w_turned[i * shape.kernel + j])
     for (a, b), dx_RI in zip(CORNERS, four):
         triton.store(dx.at[cells.own(a, b)], dx_RI, mask=cells.real_R[:, None])
 
@@ -302,24 +291,24 @@ class Cells:
 
     def __init__(self, shape: Shape, first: Array, rows: int):
         self.shape, self.high, self.wide = shape, shape.high // 2, shape.wide // 2
-        self.cell_R = first + _upto(rows)
+        self.cell_R = first + upto(rows)
         self.real_R = self.cell_R < shape.cells
-        line_R = _over(self.cell_R, self.wide)
-        image_R = _over(line_R, self.high)
+        line_R = over(self.cell_R, self.wide)
+        image_R = over(line_R, self.high)
         self.row_R, self.column_R = line_R - image_R * self.high, self.cell_R - line_R * self.wide
         self.pixel_R = (image_R * shape.high + 2 * self.row_R) * shape.wide + 2 * self.column_R
 
     def own(self, a: int, b: int) -> Array:
         """Where the inputs of the pixel a down and b to the right of a cell's first one are."""
         inputs = self.shape.inputs
-        return (self.pixel_R * inputs)[:, None] + _upto(inputs)[None] + (a * self.shape.wide + b) * inputs
+        return (self.pixel_R * inputs)[:, None] + upto(inputs)[None] + (a * self.shape.wide + b) * inputs
 
     def piece(self, x: Any, piece: Piece, e: int, f: int) -> Array:
         """What is in the piece of each cell's window that begins with its pixel e down and f to the right; 0 is outside."""
         shape, e, f = self.shape, e - self.shape.before, f - self.shape.before
-        number_K = _upto(shape.numbers(piece))
-        pixel_K = _over(number_K, shape.inputs)
-        down_K = _over(pixel_K, piece.wide)
+        number_K = upto(shape.numbers(piece))
+        pixel_K = over(number_K, shape.inputs)
+        down_K = over(pixel_K, piece.wide)
         right_K = pixel_K - down_K * piece.wide
         there = self.real_R[:, None] & _reach(2 * self.row_R, e, down_K, piece.high, shape.high)
         there &= _reach(2 * self.column_R, f, right_K, piece.wide, shape.wide)
@@ -331,7 +320,7 @@ class Cells:
     def outputs(self, down: int, right: int) -> tuple[Array, Array]:
         """Where the outputs of the cells so far away are, and whether there are such."""
         outputs = self.shape.outputs
-        at = (self.cell_R * outputs)[:, None] + _upto(outputs)[None] + (down * self.wide + right) * outputs
+        at = (self.cell_R * outputs)[:, None] + upto(outputs)[None] + (down * self.wide + right) * outputs
         there = self.real_R & _within(self.row_R, down, self.high, 1) & _within(self.column_R, right, self.wide, 1)
         return at, there[:, None]
 
@@ -353,21 +342,3 @@ def _reach(at_R: Array, first: int, further_K: Array, count: int, size: int) -> 
         return _within(at_R[:, None], first, size, 2)
     at_RK = at_R[:, None] + (further_K + first)[None]
     return (at_RK >= 0) & (at_RK < size)
-
-
-def _upto(size: int) -> Array:
-    return jnp.arange(size, dtype=jnp.int32)
-
-
-def _over(a: Array, b: int) -> Array:
-    return jax.lax.div(a, jnp.int32(b))
-
-
-def _is_power_of_two(size: int) -> bool:
-    return size & (size - 1) == 0
-
-
-def _dot(a: Array, b: Array) -> Array:
-    """A product in the tensor cores' form of single precision, as products outside of kernels are, unless told otherwise."""
-    exact = jax.config.jax_default_matmul_precision in ("float32", "highest")  # type: ignore[attr-defined]
-    return triton.dot(a, b, allow_tf32=not exact)

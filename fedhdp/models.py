@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedhdp.convolution import convolve_and_halve
+from fedhdp.descent import times
 from fedhdp.mechanism import require
 from fedhdp.population import Examples, Population
 
@@ -85,6 +86,7 @@ class Model(NamedTuple):
     loss: Callable[[Array, Array], Array] = cross_entropy
     score: Callable[[Array, Array], Array] = correct
     head: Callable[[Parameters, Array, Array | None], Array] | None = None  # set by dense_first
+    wide: str | None = None  # a layer that holds most of the weights, of which ``apply`` takes products with ``times``
 
 
 def dense_first(
@@ -175,11 +177,11 @@ def cnn(
         image = convolve_and_halve(parameters["conv1"], image, kernel)
         image = convolve_and_halve(parameters["conv2"], image, kernel)
         h = _dropout(image.reshape(image.shape[0], -1), 0.25, keys[0])
-        h = jax.nn.relu(h @ parameters["dense1"]["w"] + parameters["dense1"]["b"])
+        h = jax.nn.relu(times(h, parameters["dense1"]["w"]) + parameters["dense1"]["b"])
         h = _dropout(h, 0.5, keys[1])
         return h @ parameters["dense2"]["w"] + parameters["dense2"]["b"]
 
-    return Model(init, apply)
+    return Model(init, apply, wide="dense1")
 
 
 def _dropout(h: Array, rate: float, key: Array | None) -> Array:

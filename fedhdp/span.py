@@ -44,6 +44,7 @@ class Coordinates(NamedTuple):
     add: Callable[[Array, Parameters, Array], Parameters]  # (scale_C, sent_C, x_CM) -> Σ_C scale·update, in full
     leave: Callable[[Parameters, Parameters, Parameters, np.ndarray, Array], Parameters]  # -> the personal models
     apart: bool  # whether clients may as well be at different batches at a time
+    wide: str | None = None  # the wide layer of what is held (see `descent`)
 
 
 def _join(*parts: Parameters | None) -> Parameters:
@@ -96,6 +97,7 @@ def direct(model: Model) -> Coordinates:
         add=lambda scale_C, sent_C, x_CM: _sum(scale_C, sent_C),
         leave=lambda held_V, theta_R, start_V, run_V, x_M: held_V,
         apart=True,
+        wide=model.wide,
     )
 
 

@@ -32,7 +32,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fedhdp"
 
 LEVELS = [  # each may import from those above it in this list, and nothing from those below or beside it
-    {"convolution", "mechanism", "population"},
+    {"kernels", "mechanism", "population"},
+    {"convolution", "descent"},
     {"models"},
     {"pace", "span"},
     {"accounting", "client", "datasets", "ledger", "metrics", "server", "theory"},

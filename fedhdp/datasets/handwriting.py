@@ -12,7 +12,9 @@ D numbers that say how a glyph departs from its shape (at 3 levels: writer, writ
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -250,10 +252,15 @@ def _rows(function: Callable, keys: tuple[jax.Array, ...], rows: tuple[np.ndarra
     compiled, total = _compiled(function, len(keys), len(rows), *static), len(rows[0])
     made = jax.eval_shape(compiled, *keys, *(jax.ShapeDtypeStruct((CHUNK,), np.int32) for _ in rows))
     out_N = np.empty((total, *made.shape[1:]), made.dtype)
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        for start in range(0, total, CHUNK):
-            chunk = [np.resize(row[start : start + CHUNK], CHUNK) for row in rows]
+
+    def make(start: int) -> None:
+        chunk = [np.resize(row[start : start + CHUNK], CHUNK) for row in rows]
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
             out_N[start : start + CHUNK] = np.asarray(compiled(*keys, *chunk))[: total - start]
+
+    make(0)  # so that it is compiled once
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(make, range(CHUNK, total, CHUNK)))  # a list, so that an error is not lost
     return out_N
 
 

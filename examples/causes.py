@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from fedhdp.algorithms import dp_fedavg, non_private
 from fedhdp.client import LocalTraining
 from fedhdp.datasets.mnist import mnist
+from fedhdp.engine import Numbers
 from fedhdp.mechanism import SERVER, AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, mlp
 from fedhdp.population import Population
@@ -59,7 +60,7 @@ class UniformCohorts(Simulation):
         terms = [run.terms._replace(expected_weight=np.float32(run.terms.weight_G @ came_G)) for _, run in self.runs]
         terms_R = jax.tree.map(lambda *each: np.stack(each), *terms)
         no_pulls = np.zeros((0, len(came_G)), np.float32)
-        self._numbers = self.engine.put((terms_R, no_pulls), self.engine.everywhere)
+        self._numbers = self.engine.put(Numbers(terms_R, no_pulls), self.engine.everywhere)
         return np.sort(drawn)
 
 

@@ -99,6 +99,17 @@ def orders(key_C: Array, count_C: Array, capacity: int) -> Array:
     return jax.vmap(shuffle, in_axes=(0, 0, None))(key_C, count_C, capacity)
 
 
+class Clients(NamedTuple):
+    """What some clients train with."""
+
+    x_CM: Array  # examples as floats, in the order in which they are trained on
+    y_CM: Array
+    count_C: Array  # how many examples are real
+    pull_CV: Array
+    key_C: Array
+    gram_CMM: Array | None = None  # the examples' products with each other, if they are known
+
+
 class Sent(NamedTuple):
     """The updates of some clients for each global model, in the coordinates they were trained in."""
 
@@ -110,24 +121,18 @@ def client_updates(
     model: Model,
     training: LocalTraining,
     held_in: Coordinates,
+    clients: Clients,
     theta_R: Parameters,
     personal_CV: Parameters | None,
     run_V: np.ndarray,
-    x_CM: Array,
-    y_CM: Array,
-    count_C: Array,
-    pull_CV: Array,
-    key_C: Array,
     rates: Array,
     full: bool = False,
-    gram_CMM: Array | None = None,
 ) -> tuple[Sent, Parameters | None]:
     """ClientUpdate: each client's update of each global model, and its personal models after the round.
 
-    Examples come as floats, in the order in which they are trained on. ``full``: no client has any padding, so that
-    batches are known beforehand; ``gram_CMM``: the examples' products with each other, if they are known. The results
-    are the same.
+    ``full``: no client has any padding, so that batches are known beforehand; the results are the same.
     """
+    x_CM, y_CM, count_C, pull_CV, key_C, gram_CMM = clients
     capacity, size = x_CM.shape[1], training.batch_size
     runs = jax.tree.leaves(theta_R)[0].shape[0]
     run_T = np.concatenate([np.arange(runs), run_V]).astype(int)
@@ -141,16 +146,16 @@ def client_updates(
     pull_CT = jnp.concatenate([jnp.zeros((len(x_CM), runs)), pull_CV], axis=1)
     batches_C = training.batches(count_C)
 
-    def known(models: int, first: Any, size: int, clients: int | None = None) -> Any:
+    def known(models: int, first: Any, size: int, many: int | None = None) -> Any:
         """What is known of a batch: the same for every client, or its own for each of the first ones."""
         batch = lambda known_T, first: held_in.batch(known_T, models, first, size)  # noqa: E731
-        return jax.vmap(batch, in_axes=(0, _axis(first)))(take(known_CT, slice(clients)), first)
+        return jax.vmap(batch, in_axes=(0, _axis(first)))(take(known_CT, slice(many)), first)
 
     def step(epoch: Any, first: Any, size: int, held_CT: Parameters, known_CTB: Any = None) -> Parameters:
         """One batch B of the first clients' first models; a client that has no such batch rests at rate 0."""
-        clients, models = jax.tree.leaves(held_CT)[0].shape[:2]
+        many, models = jax.tree.leaves(held_CT)[0].shape[:2]
         if known_CTB is None:
-            known_CTB = known(models, first, size, clients)
+            known_CTB = known(models, first, size, many)
 
         def of_client(epoch, first, held_T, known_TB, pull_T, y_M, count, batches, key):
             key = jax.random.fold_in(jax.random.fold_in(key, epoch), first)
@@ -168,7 +173,7 @@ def client_updates(
             rate_of, anchor_of = busy * rate_T[:models], take(anchor_T, slice(models))
             return jax.vmap(of_model)(held_T, known_TB, rate_of, pull_T, anchor_of)
 
-        theirs = (a_C[:clients] for a_C in (pull_CT[:, :models], y_CM, count_C, batches_C, key_C))
+        theirs = (a_C[:many] for a_C in (pull_CT[:, :models], y_CM, count_C, batches_C, key_C))
         axes = (_axis(epoch), _axis(first), *(0,) * 7)
         return jax.vmap(of_client, in_axes=axes)(epoch, first, held_CT, known_CTB, *theirs)
 

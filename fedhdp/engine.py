@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedhdp.client import LocalTraining, as_floats, client_updates, coordinates, orders
+from fedhdp.client import Clients, LocalTraining, as_floats, client_updates, coordinates, orders
 from fedhdp.mechanism import Terms
 from fedhdp.models import Array, Model, Parameters
 from fedhdp.server import ServerState, ServerStep, Sums, Updates, clip_and_sum, finish_round
@@ -57,6 +57,31 @@ class Slots(NamedTuple):
     row_C: Any  # its personal models; out of bounds for nobody
     came_C: Any  # 1: somebody is here
     new_C: Any  # 1: it has no personal models yet
+
+
+class Data(NamedTuple):
+    """The examples that a round may need, one after the other."""
+
+    x_N: Any
+    y_N: Any
+    gram_K: Any = None  # each client's products with each other, where they are kept
+
+
+class Numbers(NamedTuple):
+    """What the mechanisms say, for every round."""
+
+    terms_R: Terms
+    pull_VG: Any
+
+
+class Asked(NamedTuple):
+    """What a round sends to every device."""
+
+    theta_R: Parameters
+    clip_R: Array
+    numbers: Numbers
+    rates: Array
+    key: Array  # of the batches
 
 
 class Engine:
@@ -111,59 +136,44 @@ class Engine:
         self,
         state_R: ServerState,
         personal_K: Parameters | None,
-        x_N: Array,
-        y_N: Array,
-        gram_K: Array | None,
+        data: Data,
         slots: Array,
-        terms_R: Terms,
-        pull_VG: Array,
+        numbers: Numbers,
         rates: Array,
         keys: Array,
     ) -> tuple[ServerState, Parameters | None, Array]:
         """One round of Algorithm 1; ``keys``: that of the batches, then that of each run's noise."""
         batch_key, noise_key_R = jax.random.wrap_key_data(keys[0]), jax.random.wrap_key_data(keys[1:])
-        taken = (BY_CLIENT, self._examples, self._examples, self._examples, BY_CLIENT) + (EVERYWHERE,) * 6
+        taken = (BY_CLIENT, self._examples, BY_CLIENT, EVERYWHERE)
         spread = self._spread(self._on_device, taken, (EVERYWHERE, BY_CLIENT))
-        asked = (state_R.theta_P, state_R.clip, terms_R, pull_VG, rates, batch_key)
-        sums_R, personal_K = spread(personal_K, x_N, y_N, gram_K, slots, *asked)
+        theta_R = jax.vmap(self.unravel)(state_R.theta_P)
+        sums_R, personal_K = spread(personal_K, data, slots, Asked(theta_R, state_R.clip, numbers, rates, batch_key))
         if self.parameters % self.devices == 0:  # each device draws its part of the one noise
             parts = NamedSharding(self.mesh, PartitionSpec(None, AXIS))
             sums_R = sums_R._replace(update_P=jax.lax.with_sharding_constraint(sums_R.update_P, parts))
-        state_R = jax.vmap(partial(finish_round, self.server))(terms_R, state_R, sums_R, noise_key_R)
+        state_R = jax.vmap(partial(finish_round, self.server))(numbers.terms_R, state_R, sums_R, noise_key_R)
         return jax.lax.with_sharding_constraint(state_R, self.everywhere), personal_K, jnp.sum(state_R.clip)
 
     def _on_device(
-        self,
-        personal_K: Parameters | None,
-        x_N: Array,
-        y_N: Array,
-        gram_K: Array | None,
-        table: Array,
-        theta_RP: Array,
-        clip_R: Array,
-        terms_R: Terms,
-        pull_VG: Array,
-        rates: Array,
-        key: Array,
+        self, personal_K: Parameters | None, data: Data, table: Array, asked: Asked
     ) -> tuple[Sums, Parameters | None]:
         """The device's share of the cohort, chunk by chunk: updates summed, personal models moved."""
-        theta_R = jax.vmap(self.unravel)(theta_RP)
         chunk = self.chunk_of(table.shape[0])
-        train = partial(self._train, x_N, y_N, gram_K, theta_R, clip_R, terms_R, pull_VG, rates, key)
 
         def of_chunk(number: Array, carry: tuple[Sums, Parameters | None]) -> tuple[Sums, Parameters | None]:
             sums, personal_K = carry
             mine = Slots(*jax.lax.dynamic_slice_in_dim(table, number * chunk, chunk).T)
-            own_C = self._personal(theta_R, personal_K, mine)
+            own_C = self._personal(asked.theta_R, personal_K, mine)
             size = jnp.sum(jnp.max(mine.count_C) > np.array(self.shape.sizes[:-1], np.int32))
-            here, own_C = jax.lax.switch(size, [partial(train, size) for size in self.shape.sizes], mine, own_C)
+            at_sizes = [partial(self._train, data, asked, size) for size in self.shape.sizes]
+            here, own_C = jax.lax.switch(size, at_sizes, mine, own_C)
             if personal_K is not None:
                 keep = lambda kept_K, new_C: kept_K.at[mine.row_C].set(new_C, mode="drop", unique_indices=True)  # noqa: E731
                 personal_K = jax.tree.map(keep, personal_K, own_C)
             return jax.tree.map(jnp.add, sums, here), personal_K
 
-        nobody_RG = jnp.zeros(terms_R.weight_G.shape, jnp.int32)
-        nothing = Sums(jax.tree.map(jnp.zeros_like, theta_R), jnp.zeros_like(clip_R), nobody_RG)
+        nobody_RG = jnp.zeros(asked.numbers.terms_R.weight_G.shape, jnp.int32)
+        nothing = Sums(jax.tree.map(jnp.zeros_like, asked.theta_R), jnp.zeros_like(asked.clip_R), nobody_RG)
         came_C = table[:, Slots._fields.index("came_C")]
         chunks = -(-jnp.max(came_C * jnp.arange(1, len(came_C) + 1)) // chunk)
         sums, personal_K = jax.lax.fori_loop(0, chunks, of_chunk, (nothing, personal_K))
@@ -182,55 +192,35 @@ class Engine:
         return jax.tree.map(of_leaf, personal_K, theta_R)
 
     def _train(
-        self,
-        x_N: Array,
-        y_N: Array,
-        gram_K: Array | None,
-        theta_R: Parameters,
-        clip_R: Array,
-        terms_R: Terms,
-        pull_VG: Array,
-        rates: Array,
-        key: Array,
-        size: int,
-        mine: Slots,
-        own_CV: Parameters | None,
+        self, data: Data, asked: Asked, size: int, mine: Slots, own_CV: Parameters | None
     ) -> tuple[Sums, Parameters | None]:
         """One chunk at one size: its clients train, their updates are clipped and summed for every run."""
-        key_C = jax.vmap(partial(jax.random.fold_in, key))(mine.client_C)
+        key_C = jax.vmap(partial(jax.random.fold_in, asked.key))(mine.client_C)
         order_CM = orders(key_C, mine.count_C, size)
-        x_CM, y_CM = examples_at(x_N, y_N, mine.start_C, mine.count_C, order_CM, self.shape.full)
+        x_CM, y_CM = examples_at(data.x_N, data.y_N, mine.start_C, mine.count_C, order_CM, self.shape.full)
         gram_CMM = None
-        if gram_K is not None:
+        if data.gram_K is not None:
             # They are symmetric, so rows are put in order twice, which is faster than rows and columns.
-            in_order = lambda start, order_M: gram_K[start // size, order_M].T[order_M]  # noqa: E731
+            in_order = lambda start, order_M: data.gram_K[start // size, order_M].T[order_M]  # noqa: E731
             gram_CMM = jax.vmap(in_order)(mine.start_C, order_CM)
+        terms_R, pull_VG = asked.numbers
+        clients = Clients(x_CM, y_CM, mine.count_C, pull_VG[:, mine.group_C].T, key_C, gram_CMM)
         held_in = coordinates(self.model, size, self.shape.inputs)
+        models = (asked.theta_R, own_CV, self.run_V)
         sent, own_CV = client_updates(
-            self.model,
-            self.training,
-            held_in,
-            theta_R,
-            own_CV,
-            self.run_V,
-            x_CM,
-            y_CM,
-            mine.count_C,
-            pull_VG[:, mine.group_C].T,
-            key_C,
-            rates,
-            self.shape.full,
-            gram_CMM,
+            self.model, self.training, held_in, clients, *models, asked.rates, self.shape.full
         )
 
-        if x_N.dtype != jnp.uint8:  # a client whose inputs are not finite is refused by its norm, and adds no 0 · NaN
+        if (
+            data.x_N.dtype != jnp.uint8
+        ):  # a client whose inputs are not finite is refused by its norm, and adds no 0 · NaN
             x_CM = jnp.where(jnp.isfinite(x_CM), x_CM, 0.0)
 
         def of_run(terms: Terms, clip: Array, update_C: Parameters, norm_C: Array) -> Sums:
             updates = Updates(norm_C, lambda scale_C: held_in.add(scale_C, update_C, x_CM))
             return clip_and_sum(terms, clip, updates, mine.group_C, mine.came_C == 1)
 
-        return jax.vmap(of_run, in_axes=(0, 0, 1, 1))(terms_R, clip_R, sent.update_CR, sent.norm_CR), own_CV
+        return jax.vmap(of_run, in_axes=(0, 0, 1, 1))(terms_R, asked.clip_R, sent.update_CR, sent.norm_CR), own_CV
 
     @property
     def _examples(self) -> PartitionSpec:

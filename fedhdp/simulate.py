@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from fedhdp import server
 from fedhdp.accounting import spends
 from fedhdp.client import LocalTraining
-from fedhdp.engine import Engine, Shape
+from fedhdp.engine import Data, Engine, Numbers, Shape
 from fedhdp.evaluation import Evaluation, chosen
 from fedhdp.mechanism import SERVER, Mechanism, require
 from fedhdp.metrics import Row, group_rows
@@ -117,7 +117,7 @@ class Simulation:
         self.examples = keep_examples(self.engine, population.train, sizes[-1])
         self.gram_K = keep_grams(self.engine, self.examples)
         self.store = keep_personal(self.engine, population.clients, folder) if self.training.personalise else None
-        self._numbers: tuple | None = None
+        self._numbers: Numbers | None = None
 
     def play_by(self, mechanisms: list[Mechanism], repeats: int = 1) -> None:
         """Take these mechanisms for the rounds that follow: as many, and as much alike, as before."""
@@ -179,13 +179,13 @@ class Simulation:
         if self._numbers is None:
             terms_R = jax.tree.map(lambda *each: np.stack(each), *(run.terms for _, run in self.runs))
             pull_VG = np.stack([one.terms.pull_G for one in self.mechanisms])[: len(self.engine.run_V)]
-            self._numbers = self.engine.put((terms_R, pull_VG), self.engine.everywhere)
+            self._numbers = self.engine.put(Numbers(terms_R, pull_VG), self.engine.everywhere)
         rates = np.array(self.training.rates(state.round), np.float32)
         keys = np.stack([stream(self.seed, BATCHES, state.round), *self._noise_keys(state.round)])
         rates, keys = self.engine.put((rates, keys), self.engine.everywhere)
         self._settle(state)
         server_state, personal, done = self.engine.round(
-            state.server, personal, x_N, y_N, self.gram_K, table, *self._numbers, rates, keys
+            state.server, personal, Data(x_N, y_N, self.gram_K), table, self._numbers, rates, keys
         )
         if self.store is not None:
             personal = self.store.take_back(state.personal, personal, seats)

@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.flatten_util import ravel_pytree
 
-from fedhdp.client import LocalTraining, as_floats, client_updates, coordinates, orders, shuffle, updates_in_full
+from fedhdp.client import (
+    Clients,
+    LocalTraining,
+    as_floats,
+    client_updates,
+    coordinates,
+    orders,
+    shuffle,
+    updates_in_full,
+)
 from fedhdp.models import (
     Model,
     cnn,
@@ -55,20 +64,9 @@ def updates(model, training, made, held_in, full=False):
     x_CM = as_floats(x_CM)
     theta_R = jax.tree.map(lambda leaf: leaf[None], theta)
     personal_CV = jax.tree.map(lambda leaf: leaf[:, None], personal_C)
+    clients, rates = Clients(x_CM, y_CM, count_C, pull_C[:, None], key_C), jnp.array(training.rates(0))
     sent, own_CV = client_updates(
-        model,
-        training,
-        held_in,
-        theta_R,
-        personal_CV,
-        np.zeros(1, int),
-        x_CM,
-        y_CM,
-        count_C,
-        pull_C[:, None],
-        key_C,
-        jnp.array(training.rates(0)),
-        full,
+        model, training, held_in, clients, theta_R, personal_CV, np.zeros(1, int), rates, full
     )
     update_CR = updates_in_full(held_in, sent, x_CM)
     return flatten(update_CR), flatten(own_CV), sent.norm_CR[:, 0]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedhdp.client import LocalTraining, as_floats, client_updates, coordinates, orders, updates_in_full
+from fedhdp.client import Clients, LocalTraining, as_floats, client_updates, coordinates, orders, updates_in_full
 from fedhdp.flower.client_app import Trainer
 from fedhdp.flower.messages import Arrays
 from fedhdp.models import Model, Parameters
@@ -74,9 +74,8 @@ def _train(model: Model, training: LocalTraining) -> Callable:
         theta_R = jax.tree.map(lambda leaf: leaf[None], theta)
         own_CV = None if own is None else jax.tree.map(lambda leaf: leaf[None, None], own)
         run_V, pull_CV = (np.zeros(0, int), jnp.zeros((1, 0))) if own is None else (np.zeros(1, int), pull[None, None])
-        sent, own_CV = client_updates(
-            model, training, held_in, theta_R, own_CV, run_V, x_CM, y_CM, count_C, pull_CV, key_C, rates, full=True
-        )
+        one = Clients(x_CM, y_CM, count_C, pull_CV, key_C)
+        sent, own_CV = client_updates(model, training, held_in, one, theta_R, own_CV, run_V, rates, full=True)
         return jax.tree.map(lambda leaf: leaf[0, 0], (updates_in_full(held_in, sent, x_CM), own_CV))
 
     return jax.jit(of_one)

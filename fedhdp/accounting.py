@@ -28,14 +28,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from fedhdp.mechanism import Mechanism, PrivacyGroup, require
+from fedhdp.mechanism import Mechanism, PrivacyGroup, Sampling, require
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
     from dp_accounting.rdp import RdpAccountant
 
 Accountant = Literal["rdp", "pld"]
-Sampling = Literal["poisson", "fixed"]
 ADJACENCY = {"poisson": "add or remove one client", "fixed": "replace one client"}
 SAMPLER = {"poisson": "Poisson sampling", "fixed": "fixed cohorts without replacement"}
 SENSITIVITY = {"poisson": 1, "fixed": 2}  # how many clips, or halves of a bit, one neighbour can change

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from fedhdp.accounting import LEAST_NOISE, SENSITIVITY, Accountant, Sampling, compose, spend_of
-from fedhdp.mechanism import MOST, Mechanism, PrivacyGroup, require
+from fedhdp.accounting import LEAST_NOISE, SENSITIVITY, Accountant, compose, spend_of
+from fedhdp.mechanism import MOST, Mechanism, PrivacyGroup, Sampling, require
 
 ROUNDS_BY_PLD = 100_000
 

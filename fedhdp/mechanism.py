@@ -28,6 +28,8 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
+Noise = Literal["shared", "per_group"]
+Sampling = Literal["poisson", "fixed"]
 SERVER = "server"  # the name under which the server's own measurements stand beside the groups'
 MOST = 1e9  # of a multiplier, a weight, a pull or a clip: what is far beyond use would only overflow
 LEAST_WEIGHT, LEAST_CLIP = 1e-15, 1e-9  # so that their noise is never too small for single precision
@@ -109,8 +111,8 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     groups: tuple[PrivacyGroup, ...]
     clip: float | AdaptiveClip
-    noise: Literal["shared", "per_group"] = "shared"
-    sampling: Literal["poisson", "fixed"] = "poisson"
+    noise: Noise = "shared"
+    sampling: Sampling = "poisson"
 
     def __post_init__(self) -> None:
         require(len(self.groups) >= 1, "groups", self.groups, "at least one group")

@@ -23,9 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedhdp.datasets.glyphs import GLYPHS, STROKES, shapes
+from fedhdp.datasets.splitting import Split
 from fedhdp.population import Population, Source, examples
-
-Split = Literal["by_writer", "one_digit", "skewed"]
 
 # How hard the data is: standard deviations of what a writer does to all glyphs, of what a writer does to one glyph, and
 # of what happens to one sample. Shapes are in heights of a capital. Chosen so that a nearest mean, a linear model and a

@@ -18,15 +18,14 @@ from __future__ import annotations
 import gzip
 import zlib
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
 from fedhdp.datasets import stored
-from fedhdp.datasets.splitting import by_client, nine_tenths
+from fedhdp.datasets.splitting import Split, by_client, nine_tenths
 from fedhdp.population import Population, examples
 
-Split = Literal["one_digit", "skewed", "by_writer"]
 SKEWED_DIGIT = 7
 PARTS = {  # the idx file of each stored array
     "train_x": "train-images-idx3-ubyte.gz",

@@ -5,9 +5,13 @@ Axis letters: K clients, N images.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from fedhdp.population import Examples, Population, examples
+
+Split = Literal["by_writer", "one_digit", "skewed"]
 
 
 def tested(count_K: np.ndarray | int) -> np.ndarray:

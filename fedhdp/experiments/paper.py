@@ -31,7 +31,7 @@ from fedhdp.experiments.spec import (
     WantedGroup,
     WantedMechanism,
 )
-from fedhdp.mechanism import AdaptiveClip, require
+from fedhdp.mechanism import AdaptiveClip, Sampling, require
 from fedhdp.server import ServerStep
 
 ROUNDS, COHORT, OPTED_OUT_SHARE = 500, 100, 0.05
@@ -42,7 +42,6 @@ LABELS = {"non_private": "Non-Private+Ditto", "dp_fedavg": "DP-FedAvg+Ditto", "h
 NUMBERS = ("acc_g", "acc_g_p", "var_g_p", "acc_g_np", "var_g_np", "delta_g", "acc_l_p", "var_l_p", "acc_l_np",
            "var_l_np", "delta_l")  # fmt: skip
 
-Sampling = Literal["fixed", "poisson"]
 Batches = Literal["whole", "all"]
 
 

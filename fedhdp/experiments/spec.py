@@ -18,11 +18,14 @@ import tomli_w
 
 from fedhdp.algorithms import ALGORITHMS
 from fedhdp.client import LocalTraining
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup, require
+from fedhdp.datasets.splitting import Split
+from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, PrivacyGroup, Sampling, require
 from fedhdp.models import Model, cnn, linear, mlp
 from fedhdp.population import Population, hold_out
 from fedhdp.results import can_be_folder, slug
 from fedhdp.server import ServerStep
+
+WhenSpent = Literal["stop", "leave_out"]
 
 
 class WantedGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,8 +60,8 @@ class WantedMechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     groups: tuple[WantedGroup, ...]
     clip: float | AdaptiveClip
-    noise: Literal["shared", "per_group"] = "shared"
-    sampling: Literal["poisson", "fixed"] = "poisson"
+    noise: Noise = "shared"
+    sampling: Sampling = "poisson"
 
     def __post_init__(self) -> None:
         self._at([group.noise_multiplier or 0.0 for group in self.groups])
@@ -94,7 +97,7 @@ class Handwriting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     samples: int = 30
     test_samples: int = 10
     server_test: int = 10_000
-    split: Literal["by_writer", "one_digit", "skewed"] = "one_digit"
+    split: Split = "one_digit"
     classes: Literal[10, 62] = 10
     sizes: Literal["alike", "tff"] = "alike"  # tff: as many examples as the clients of TFF's federated EMNIST have
     validation: float = 0.0  # the share of its train examples that a client holds out, to choose its pull by
@@ -119,7 +122,7 @@ class Mnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     clients: int
     samples: int = 30
     test_samples: int = 100
-    split: Literal["by_writer", "one_digit", "skewed"] = "one_digit"
+    split: Split = "one_digit"
     validation: float = 0.0
 
     def load(self, mechanism: Mechanism, seed: int) -> Population:
@@ -193,8 +196,8 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: dict[str, float] = {}
     pulls: dict[str, float] = {}
     noise_multipliers: dict[str, float] = {}
-    noise: Literal["shared", "per_group"] | None = None  # None: the mechanism's
-    sampling: Literal["poisson", "fixed"] | None = None  # None: the mechanism's
+    noise: Noise | None = None  # None: the mechanism's
+    sampling: Sampling | None = None  # None: the mechanism's
 
     def __post_init__(self) -> None:
         known = ", ".join(ALGORITHMS)
@@ -250,7 +253,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     delta: float = 1e-4
     ledger: str | None = None  # the file in which this population's spending is kept
     budgets: dict[str, LifetimeBudget] = {}
-    when_spent: Literal["stop", "leave_out"] = "stop"  # what to do when a group's budget is spent
+    when_spent: WhenSpent = "stop"  # what to do when a group's budget is spent
 
     def __post_init__(self) -> None:
         require(self.rounds >= 1, "rounds", self.rounds, "at least 1")

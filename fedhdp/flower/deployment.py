@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import tomli_w
 
 from fedhdp.client import LocalTraining
-from fedhdp.experiments.spec import LifetimeBudget, WantedGroup, WantedMechanism, without_none
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup, require
+from fedhdp.experiments.spec import LifetimeBudget, WantedGroup, WantedMechanism, WhenSpent, without_none
+from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, PrivacyGroup, require
 from fedhdp.server import ServerStep
 
 
@@ -44,7 +44,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     rounds: int
     levels: dict[str, Level]
     clip: float | AdaptiveClip
-    noise: Literal["shared", "per_group"] = "shared"
+    noise: Noise = "shared"
     name: str = "deployment"
     training: LocalTraining = LocalTraining()
     server: ServerStep = ServerStep()
@@ -55,7 +55,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     )
     delta: float = 1e-4
     budgets: dict[str, LifetimeBudget] = {}
-    when_spent: Literal["stop", "leave_out"] = "stop"
+    when_spent: WhenSpent = "stop"
     evaluate_every: int = 0  # ask clients how good models are, every so many rounds and at the end; 0: never
     score_every: int = 0  # look at the server's own test set, every so many rounds and at the end; 0: as evaluate_every
     least_clients: int = 1  # how many must have registered before the first round

@@ -6,13 +6,11 @@ same closed form at other weights and other noise, each with the best Ditto pull
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedhdp.mechanism import Mechanism, PrivacyGroup
+from fedhdp.mechanism import Mechanism, Noise, PrivacyGroup
 from fedhdp.theory import linear_regression, shared_noise
 from fedhdp.theory.linear_regression import Level, Problem, quotient
 
@@ -101,7 +99,7 @@ def mechanism(
     weights: ArrayLike,
     pulls: ArrayLike,
     clip: float,
-    noise: Literal["per_group", "shared"] = "per_group",
+    noise: Noise = "per_group",
 ) -> Mechanism:
     """What the engine runs for these levels: the noise N_j gamma_j that level j is owed on its sum, in clips.
 

@@ -15,14 +15,14 @@ from msgspec.structs import replace
 import fedhdp
 from fedhdp import results
 from fedhdp.experiments.paying import BudgetSpent, Payer
-from fedhdp.experiments.spec import Experiment, Variant, from_toml, to_toml
+from fedhdp.experiments.spec import Experiment, from_toml, to_toml
 from fedhdp.ledger import Ledger
 from fedhdp.mechanism import SERVER, Mechanism
 from fedhdp.metrics import Row
 from fedhdp.models import Model
 from fedhdp.outcome import Summary, VariantResult, fill_in
 from fedhdp.personal import personal_bytes, personal_room
-from fedhdp.results import RunFolder, VariantFolder
+from fedhdp.results import RunFolder
 from fedhdp.simulate import Simulation, State, cohorts_of, global_training
 
 
@@ -95,8 +95,8 @@ def _run(experiment: Experiment, mechanism: Mechanism, folder: RunFolder, watch:
                     chosen = ([mechanisms[index] for index in batch], experiment.training, experiment.server)
                     where = (experiment.seed, experiment.noise_seed, parts[batch[0]].path)
                     simulation = Simulation(population, model, *chosen, *where)
-                    results_of = _run_batch(experiment, batch, simulation, folder.id, parts, ledger, watch)
-                    for index, result in zip(batch, results_of):
+                    played = _play(_Batch(experiment, batch, simulation, folder, ledger), watch)
+                    for index, result in zip(batch, played):
                         finished[index] = result
     whole = [result for result in finished if result is not None]
     summary = Summary(experiment.name, sum(result.seconds for result in whole), whole, fedhdp.__version__)
@@ -135,33 +135,95 @@ def _ledger(experiment: Experiment) -> Iterator[Ledger | None]:
         yield ledger
 
 
-def _run_batch(
-    experiment: Experiment,
-    batch: list[int],
-    simulation: Simulation,
-    run_id: str,
-    all_parts: list[VariantFolder],
-    ledger: Ledger | None,
-    watch: Watch,
-) -> list[VariantResult]:
+class _Batch:
     """Variants that run together; what they go on from is kept with the first of them, which is finished last."""
-    variants, parts = [experiment.variants[index] for index in batch], [all_parts[index] for index in batch]
-    begun = time.monotonic()
-    name = variants[0].name if len(batch) == 1 else f"{variants[0].name} and {len(batch) - 1} more"
-    place = (name, batch[0] + 1, len(experiment.variants))
-    watch(Progress(*place, 0, experiment.rounds))
-    state, histories, seconds_before, again = _go_on(simulation, parts)
-    payers = _payers(experiment, variants, simulation, ledger, run_id, state.round, again)
-    kept, pause, stopped = begun, experiment.checkpoint_seconds, None
 
-    def evaluate(state: State) -> None:
-        for part, history, rows in zip(parts, histories, simulation.evaluate(state)):
+    def __init__(
+        self,
+        experiment: Experiment,
+        indices: list[int],
+        simulation: Simulation,
+        folder: RunFolder,
+        ledger: Ledger | None,
+    ):
+        self.experiment, self.simulation = experiment, simulation
+        self.variants = [experiment.variants[index] for index in indices]
+        self.parts = [folder.variant(variant.name) for variant in self.variants]
+        more = f" and {len(indices) - 1} more" if len(indices) > 1 else ""
+        self.place = (self.variants[0].name + more, indices[0] + 1, len(experiment.variants))
+        self.begun = time.monotonic()
+        self.start = self._go_on()
+        self.payers = self._payers(folder.id, ledger)
+
+    def _go_on(self) -> State:
+        """Where it begins, or goes on, with its variants' histories up to there, and the seconds it has taken.
+
+        And how many rounds were shown that are played again, with other noise: after a crash, those since the checkpoint.
+        """
+        checkpoint = self.parts[0].checkpoint()
+        state = self.simulation.start() if checkpoint is None else self.simulation.unpack(checkpoint)
+        kept = checkpoint or {}
+        self.seconds_before, self.again = float(kept.get("seconds", 0.0)), int(kept.get("again", 0))
+        shown = max((row.round for part in self.parts for row in part.history()), default=0)
+        if shown > state.round:
+            self.again += shown - state.round
+            self.keep(state)  # before it is forgotten that they were shown
+        self.histories = [part.history(until=state.round) for part in self.parts]
+        for part, history in zip(self.parts, self.histories):
+            part.restart_history(history)
+        return state
+
+    def _payers(self, run_id: str, ledger: Ledger | None) -> list[Payer]:
+        """Who pays for each variant; a run is charged under the name of the first variant that shares it."""
+        names = [self.variants[self.simulation.run_of.index(run)].name for run in self.simulation.run_of]
+        return [
+            Payer(self.experiment, self.simulation, number, ledger, f"{run_id}/{name}", self.start.round, self.again)
+            for number, name in enumerate(names)
+        ]
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken, in all sittings."""
+        return self.seconds_before + time.monotonic() - self.begun
+
+    def keep(self, state: State) -> None:
+        """Remember where to go on."""
+        beside = {"seconds": np.array(self.seconds), "again": np.array(self.again)}
+        self.parts[0].keep_checkpoint({**self.simulation.pack(state), **beside})
+
+    def evaluate(self, state: State) -> None:
+        """Measure all variants."""
+        for part, history, rows in zip(self.parts, self.histories, self.simulation.evaluate(state)):
             part.append_history(rows)
             history += rows
 
+    def progress(self, round: int) -> Progress:
+        """Where it stands after a round."""
+        latest = tuple(value for value in map(_latest, self.histories) if value is not None)
+        prices = (partial(_priced, self.payers, round), self.payers[0].rounds_left)
+        return Progress(*self.place, round, self.experiment.rounds, latest, *prices)
+
+    def finish(self, state: State, stopped: str | None) -> list[VariantResult]:
+        """What its variants came to, kept with each of them."""
+        seconds, repeatable = self.seconds / len(self.variants), self.experiment.noise_seed is not None
+        found = []
+        for one, payer, history in zip(self.variants, self.payers, self.histories):
+            paid = payer.priced(state.round)
+            made = VariantResult(one.name, one.algorithm, state.round, seconds, repeatable, paid, stopped=stopped)
+            found.append(fill_in(made, history))
+        for number in reversed(range(len(found))):
+            self.parts[number].finish(self.simulation.parameters(state, number), found[number])
+        return found
+
+
+def _play(batch: _Batch, watch: Watch) -> list[VariantResult]:
+    """A batch round by round: paid for, played, evaluated, shown, kept."""
+    experiment, simulation, state = batch.experiment, batch.simulation, batch.start
+    kept, pause, stopped = time.monotonic(), experiment.checkpoint_seconds, None
+    watch(Progress(*batch.place, 0, experiment.rounds))
     while state.round < experiment.rounds:
         try:
-            payers[0].pay()
+            batch.payers[0].pay()
         except BudgetSpent as error:
             stopped = str(error)
             break
@@ -170,73 +232,18 @@ def _run_batch(
         if previous is not None:
             previous.block_until_ready()  # one round ahead at most: progress is what is done, not what is asked for
         if state.round % experiment.evaluate_every == 0 or state.round == experiment.rounds:
-            evaluate(state)
-        latest = tuple(value for value in map(_latest, histories) if value is not None)
-        epsilon = partial(_priced, payers, state.round)
-        go_on = watch(Progress(*place, state.round, experiment.rounds, latest, epsilon, payers[0].rounds_left))
+            batch.evaluate(state)
+        go_on = watch(batch.progress(state.round))
         now = time.monotonic()
         if not go_on or now - kept >= pause:
-            _keep(simulation, state, parts[0], seconds_before + now - begun, again)
+            batch.keep(state)
             kept = time.monotonic()
             pause = max(experiment.checkpoint_seconds, 20 * (kept - now))  # a twentieth of the time at most
         if not go_on:
             raise Interrupted
-
-    if not histories[0] or histories[0][-1].round != state.round:  # it ended before its time
-        evaluate(state)
-    seconds = (seconds_before + time.monotonic() - begun) / len(batch)
-    repeatable = experiment.noise_seed is not None
-    found = [
-        fill_in(
-            VariantResult(
-                one.name, one.algorithm, state.round, seconds, repeatable, payer.priced(state.round), stopped=stopped
-            ),
-            history,
-        )
-        for one, payer, history in zip(variants, payers, histories)
-    ]
-    for number in reversed(range(len(batch))):
-        parts[number].finish(simulation.parameters(state, number), found[number])
-    return found
-
-
-def _go_on(simulation: Simulation, parts: list[VariantFolder]) -> tuple[State, list[list[Row]], float, int]:
-    """Where a batch begins, or goes on: its state, its variants' histories up to there, the seconds it has taken.
-
-    And how many rounds were shown that are played again, with other noise: after a crash, those since the checkpoint.
-    """
-    checkpoint = parts[0].checkpoint()
-    state = simulation.start() if checkpoint is None else simulation.unpack(checkpoint)
-    seconds, again = (0.0, 0) if checkpoint is None else (float(checkpoint["seconds"]), int(checkpoint.get("again", 0)))
-    shown = max((row.round for part in parts for row in part.history()), default=0)
-    if shown > state.round:
-        again += shown - state.round
-        _keep(simulation, state, parts[0], seconds, again)  # before it is forgotten that they were shown
-    histories = [part.history(until=state.round) for part in parts]
-    for part, history in zip(parts, histories):
-        part.restart_history(history)
-    return state, histories, seconds, again
-
-
-def _keep(simulation: Simulation, state: State, part: VariantFolder, seconds: float, again: int) -> None:
-    part.keep_checkpoint({**simulation.pack(state), "seconds": np.array(seconds), "again": np.array(again)})
-
-
-def _payers(
-    experiment: Experiment,
-    variants: list[Variant],
-    simulation: Simulation,
-    ledger: Ledger | None,
-    run_id: str,
-    completed: int,
-    again: int,
-) -> list[Payer]:
-    """Who pays for each variant; a run is charged under the name of the first variant that shares it."""
-    names = [variants[simulation.run_of.index(run)].name for run in simulation.run_of]
-    return [
-        Payer(experiment, simulation, number, ledger, f"{run_id}/{name}", completed, again)
-        for number, name in enumerate(names)
-    ]
+    if not batch.histories[0] or batch.histories[0][-1].round != state.round:  # it ended before its time
+        batch.evaluate(state)
+    return batch.finish(state, stopped)
 
 
 def _priced(payers: list[Payer], rounds: int) -> dict[str, tuple[float, float]]:

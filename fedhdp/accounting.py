@@ -302,7 +302,7 @@ def prices(mechanism: Mechanism, rounds: int, delta: float, accountant: Accounta
 
 def _price(mechanism: Mechanism, group: PrivacyGroup, rounds: int, delta: float, accountant: Accountant) -> Price:
     spent = spend(mechanism, group, rounds)
-    epsilon = math.inf if group.opted_out else compose([spent], delta, accountant)
+    epsilon = math.inf if spent.noise_multiplier == 0 else compose([spent], delta, accountant)
     return quote(group.name, epsilon, delta, spent, accountant)
 
 

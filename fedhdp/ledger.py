@@ -9,8 +9,9 @@ epsilon. What it keeps for a group, (noise multiplier, sampling rate, sampler, r
 
 Groups are names for ranges of clients. One file holds a name to one range, and a client to one name, so that what a
 client has spent is what its group has. A budget can be promised to a name before its first run; it has no clients until
-then (0 in the file). Restoring an old copy of the file forgets charges: ``begin`` refuses to resume a
-run that has completed more rounds than its ledger knows.
+then (0 in the file). Numbers are of one population, which the first run names: another has a file of its own. Restoring
+an old copy of the file forgets charges: ``begin`` refuses to resume a run that has completed more rounds than its
+ledger knows.
 
 In a deployment clients come and go, and a range cannot say who they are. There each client registers by an identity of
 its own, once and for good: the first group it chose is the one it is held to, in all runs of the file. A group may then
@@ -29,13 +30,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from fedhdp.mechanism import Mechanism, require
+from fedhdp.mechanism import Mechanism, PrivacyGroup, require
 
 Spend = tuple[float, float, str, int]  # noise multiplier, sampling rate, sampler, rounds: accounting.Spend
 Fits = Callable[[Iterable[Spend], float, float], bool]  # do these stay within (epsilon, delta)?
 
 APPLICATION = 0x66686470  # "fhdp"
-VERSION = 2  # 2: registrations
+VERSION = 3  # 2: registrations; 3: the population
 SCHEMA = """
 CREATE TABLE groups (
   name TEXT PRIMARY KEY, first INTEGER NOT NULL, clients INTEGER NOT NULL, epsilon REAL, delta REAL);
@@ -47,9 +48,10 @@ CREATE TABLE charges (
   PRIMARY KEY (run, "group", noise_multiplier, sampling_rate, sampling));
 CREATE INDEX charges_of_group ON charges ("group");
 """
-REGISTRATIONS = """
-CREATE TABLE registrations (client TEXT PRIMARY KEY, "group" TEXT NOT NULL REFERENCES groups, at TEXT NOT NULL)
-"""
+ADDED = {  # by version, to older files too
+    2: 'CREATE TABLE registrations (client TEXT PRIMARY KEY, "group" TEXT NOT NULL REFERENCES groups, at TEXT NOT NULL)',
+    3: "CREATE TABLE population (told TEXT NOT NULL)",
+}
 
 
 class LedgerError(ValueError):
@@ -116,18 +118,25 @@ class Ledger:
         self._db.close()
 
     def begin(
-        self, run: str, mechanism: Mechanism, completed: int = 0, members: Mapping[str, str] | None = None
+        self,
+        run: str,
+        mechanism: Mechanism,
+        completed: int = 0,
+        members: Mapping[str, str] | None = None,
+        population: str | None = None,
     ) -> None:
         """Open a run, or resume it: the same mechanism, and a ledger that has charged the rounds already completed.
 
-        ``members`` names the registered clients of the run, each with its group, where a deployment has such.
+        ``members`` names the registered clients of the run, each with its group, where a deployment has such;
+        ``population`` says in words whose numbers the clients' numbers are, where they are numbered.
         """
         require(run != "", "run", run, "a name")
         text = msgspec.json.encode(mechanism).decode()
         with self._transaction():
-            self._refuse_to_bypass_a_promise(mechanism)
+            self._refuse_to_bypass_a_promise(mechanism.groups)
             self._refuse_to_mix(registering=members is not None)
             if members is None:
+                self._refuse_another_population(population)
                 for name, first, clients in _ranges(mechanism):
                     self._admit(name, first, clients)
             else:
@@ -306,11 +315,26 @@ class Ledger:
             self._db.execute("UPDATE groups SET first = ?, clients = ? WHERE name = ?", (first, count, name))
             first += count
 
-    def _refuse_to_bypass_a_promise(self, mechanism: Mechanism) -> None:
+    def expect(self, groups: Iterable[PrivacyGroup]) -> None:
+        """Refuse groups, as they chose before any algorithm made something else of them, that pass a promise by."""
+        with self._transaction():
+            self._refuse_to_bypass_a_promise(tuple(groups))
+
+    def _refuse_another_population(self, population: str | None) -> None:
+        """Clients' numbers are of one population: elsewhere the same number is somebody else, in another group maybe."""
+        known = self._db.execute("SELECT told FROM population").fetchone()
+        if population is not None and known is None:
+            self._db.execute("INSERT INTO population VALUES (?)", (population,))
+        elif population is not None and known[0] != population:
+            raise LedgerError(
+                f"{self.path}: its clients are those of {known[0]}, not of {population}; take another file for these"
+            )
+
+    def _refuse_to_bypass_a_promise(self, groups: tuple[PrivacyGroup, ...]) -> None:
         """A promise that waits for its group is not passed by under a new name, such as a misspelt one."""
         waiting = [name for name in self.groups() if not self.clients(name) and self.budget(name) is not None]
-        absent = sorted(set(waiting) - {group.name for group in mechanism.groups})
-        new = [g.name for g in mechanism.groups if not g.opted_out and g.name not in self.groups()]
+        absent = sorted(set(waiting) - {group.name for group in groups})
+        new = [group.name for group in groups if not group.opted_out and group.name not in self.groups()]
         if absent and new:
             raise LedgerError(
                 f"{self.path}: group {absent[0]!r} was promised a budget and has not been in a run, while {new[0]!r} is "
@@ -333,7 +357,8 @@ class Ledger:
         """Make the tables that are missing; inside the transaction, since another process may have made them by now."""
         version = self._recognise()
         if version < VERSION:
-            for statement in (*(SCHEMA.split(";") if version == 0 else ()), REGISTRATIONS):
+            added = [statement for since, statement in ADDED.items() if since > version]
+            for statement in (*(SCHEMA.split(";") if version == 0 else ()), *added):
                 self._db.execute(statement)
             self._db.execute(f"PRAGMA user_version = {VERSION}")
             self._db.execute(f"PRAGMA application_id = {APPLICATION}")

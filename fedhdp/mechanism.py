@@ -190,6 +190,8 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def multiplier(self, group: PrivacyGroup) -> float:
         """The noise multiplier that the group really gets for a whole round: never less than it was promised."""
+        if group.weight == 0 and not isinstance(self.clip, AdaptiveClip):
+            return math.inf  # nothing of it is ever seen
         if group.opted_out:
             return 0.0
         if group.weight == 0:

@@ -75,8 +75,9 @@ def group_results(
         paid = [one for one in (Spend(*fields) for fields in spent(group.name)) if one.sampling_rate > 0 and one.rounds]
         fields = (group.noise_multiplier, group.sampling_rate, group.weight, group.pull)
         rounds = sum(one.rounds for one in paid)
-        result = GroupResult(group.name, group.clients, group.opted_out, *fields, rounds=rounds)
-        if ACCOUNTING and not group.opted_out:
+        unprotected = mechanism.multiplier(group) == 0
+        result = GroupResult(group.name, group.clients, unprotected, *fields, rounds=rounds)
+        if ACCOUNTING and not unprotected:
             result.delta = delta(group.name)
             result.epsilon = compose(paid, result.delta)
             result.opted_out = result.epsilon == math.inf  # too little noise to promise anything is none

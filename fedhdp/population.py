@@ -95,10 +95,10 @@ def hold_out(population: Population, share: float, seed: int) -> Population:
         return population
     if not isinstance(train, Examples):
         raise ValueError(f"{population.name} is made on demand: nothing can be held out of it")
-    rng = np.random.default_rng([seed, 0, 1])  # beside the data's own stream
     kept_K = np.where(train.count_K > 1, np.clip(np.round(share * train.count_K), 1, train.count_K - 1), 0).astype(int)
     parts: tuple[list, list] = ([], [])
-    for start, count, kept in zip(train.start_K, train.count_K, kept_K):
+    for client, (start, count, kept) in enumerate(zip(train.start_K, train.count_K, kept_K)):
+        rng = np.random.default_rng([seed, 0, 1, client])  # its own: what one has changes nothing for another
         order = start + rng.permutation(count)
         parts[0].append(np.sort(order[kept:]))
         parts[1].append(np.sort(order[:kept]))

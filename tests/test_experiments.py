@@ -282,7 +282,7 @@ def test_a_budget_stops_a_run_before_the_round_that_would_pass_it_and_its_result
     with Ledger(path, fits, read_only=True) as ledger:
         assert compose(ledger.spent("private"), 1e-4) <= 5.0
         assert ledger.runs()[0].charged == variant.rounds
-    again = run(replace(experiment, seed=5), tmp_path / "again", onwards)  # another run finds nothing left
+    again = run(experiment, tmp_path / "again", onwards)  # another run finds nothing left
     assert again.variants[0].rounds == 0
     assert (tmp_path / "again" / "fedhdp" / "model.npz").exists()
 
@@ -330,6 +330,74 @@ def test_noise_that_can_be_computed_again_is_charged_as_none(tmp_path):
     (variant,) = run(replace(experiment, budgets=budget, noise_seed=None), tmp_path / "later", onwards).variants
     assert variant.rounds == 0
     assert "would pass the budget of 'private'" in variant.stopped
+
+
+def test_another_population_has_a_ledger_of_its_own(tmp_path):
+    path = tmp_path / "population.ledger"
+    experiment = tiny(ledger=str(path), noise_seed=None, variants=tiny().variants[1:], rounds=1)
+    run(experiment, tmp_path / "run", onwards)
+    run(replace(experiment, data=replace(experiment.data, validation=0.2)), tmp_path / "same clients", onwards)
+    others = {
+        "seed": replace(experiment, seed=5),
+        "data": replace(experiment, data=replace(experiment.data, samples=9)),
+    }
+    for name, other in others.items():
+        with pytest.raises(ValueError, match=r"its clients are those of handwriting \(.*\), seed \d+, not of"):
+            run(other, tmp_path / name, onwards)
+
+
+def test_a_promise_is_not_passed_by_under_another_name_after_a_variant_in_which_nobody_chose(tmp_path):
+    path = tmp_path / "population.ledger"
+    with Ledger(path, fits) as ledger:
+        ledger.promise("privat", 2.0, 1e-4)  # the group is called private
+    local = replace(tiny().variants[0], name="alone", algorithm="local_only")
+    fixed = replace(tiny().mechanism, clip=1.0)
+    experiment = tiny(
+        ledger=str(path), noise_seed=None, mechanism=fixed, variants=(local, tiny().variants[1]), rounds=1
+    )
+    with pytest.raises(
+        ValueError, match="'privat' was promised a budget and has not been in a run, while 'private' is new"
+    ):
+        run(experiment, tmp_path / "run", onwards)
+    with Ledger(path, fits, read_only=True) as ledger:
+        assert ledger.groups() == ("privat",)
+
+
+def test_training_alone_costs_nothing_and_training_without_noise_is_not_charged_to_who_chose_some(tmp_path):
+    path = tmp_path / "population.ledger"
+    local = replace(tiny().variants[0], name="alone", algorithm="local_only")
+    fixed = replace(tiny().mechanism, clip=1.0)
+    experiment = tiny(ledger=str(path), noise_seed=None, mechanism=fixed, variants=(local,), rounds=1)
+    (variant,) = run(experiment, tmp_path / "run", onwards).variants
+    assert [group.epsilon for group in variant.groups if group.name == "private"] == [0.0]
+    plain = replace(local, name="plain", algorithm="non_private")
+    with pytest.raises(ValueError, match="plain gives 'private' no noise"):
+        run(replace(experiment, variants=(plain,)), tmp_path / "plain", onwards)
+    with Ledger(path, fits, read_only=True) as ledger:
+        assert compose(ledger.spent("private"), 1e-4) == 0
+
+
+def test_a_run_that_crashed_before_its_first_checkpoint_goes_on_with_the_ledger_that_knows_its_rounds(tmp_path):
+    path, old = tmp_path / "population.ledger", tmp_path / "old"
+    one = tiny(
+        ledger=str(path), noise_seed=None, variants=tiny().variants[1:], evaluate_every=1, checkpoint_seconds=1e6
+    )
+
+    def crash(progress: Progress) -> bool:
+        if progress.round == 2:
+            shutil.copy(path, old)
+        if progress.round == 4:
+            raise KeyError
+        return True
+
+    with pytest.raises(KeyError):
+        run(one, tmp_path / "run", crash)
+    path.unlink()
+    with pytest.raises(ValueError, match="is gone"):
+        resume(tmp_path / "run", onwards)
+    shutil.copy(old, path)
+    with pytest.raises(ValueError, match="has completed 4 rounds, but only"):
+        resume(tmp_path / "run", onwards)
 
 
 def test_a_ledger_is_beside_its_file_whoever_runs_it_from_where_and_is_not_made_anew_in_between(tmp_path):

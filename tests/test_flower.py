@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -666,6 +667,24 @@ def test_an_older_ledger_than_the_checkpoint_is_refused(tmp_path):
         play_plain(grid, wanted)
     Path(wanted.ledger).unlink()
     with pytest.raises(ValueError, match="only 0 are charged"):
+        play_plain(everyone(tmp_path, PLAIN), wanted)
+
+
+def test_an_older_ledger_is_refused_also_where_somebody_joins(tmp_path):
+    wanted, grid, old = deployment(tmp_path, rounds=4, **UNSEEDED), everyone(tmp_path, PLAIN), tmp_path / "old"
+    del grid.nodes[107]
+
+    def crash(messages):
+        if trains(messages) and messages[0].metadata.group_id == "1":
+            shutil.copy(wanted.ledger, old)
+        if trains(messages) and messages[0].metadata.group_id == "3":
+            raise Crash
+
+    grid.on_push = crash
+    with pytest.raises(Crash):
+        play_plain(grid, wanted)
+    shutil.copy(old, wanted.ledger)
+    with pytest.raises(ValueError, match="has completed 3 rounds, but only 2 are charged"):
         play_plain(everyone(tmp_path, PLAIN), wanted)
 
 

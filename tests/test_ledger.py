@@ -339,10 +339,10 @@ def test_a_file_that_is_no_ledger_is_refused_and_left_as_it_was(tmp_path):
 
 
 def test_a_ledger_of_a_newer_version_is_refused_and_left_as_it_was(path, ledger):
-    ledger._db.execute("PRAGMA user_version = 3")
+    ledger._db.execute("PRAGMA user_version = 4")
     ledger.close()
     before = path.read_bytes()
-    with pytest.raises(LedgerError, match="a ledger of version 3; this fedhdp knows up to version 2"):
+    with pytest.raises(LedgerError, match="a ledger of version 4; this fedhdp knows up to version 3"):
         open_ledger(path)
     assert path.read_bytes() == before
 

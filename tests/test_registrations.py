@@ -84,6 +84,7 @@ def test_a_ledger_of_the_first_version_is_taken_on_with_all_that_was_charged(tmp
         before = ledger.spent("strict")
     with sqlite3.connect(path) as db:  # as version 1 left it
         db.execute("DROP TABLE registrations")
+        db.execute("DROP TABLE population")
         db.execute("PRAGMA user_version = 1")
     db.close()
     with Ledger(path, fits, read_only=True) as ledger:
@@ -94,4 +95,4 @@ def test_a_ledger_of_the_first_version_is_taken_on_with_all_that_was_charged(tmp
         ledger.charge("run", spends(mechanism(strict=3)))
         assert ledger._db.execute("PRAGMA user_version").fetchone() == (VERSION,)
         tables = {name for (name,) in ledger._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    assert tables == {"groups", "runs", "charges", "registrations"}
+    assert tables == {"groups", "runs", "charges", "registrations", "population"}

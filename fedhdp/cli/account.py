@@ -157,11 +157,13 @@ def _priced(experiment: Experiment, tuning: tuple[float, float] | None) -> dict[
             pld = prices(mechanism, rounds, delta, "pld")[group.name] if mechanism.sampling == "poisson" else None
             among = [m for m in everything if not next(one for one in m.groups if one.name == group.name).opted_out]
             tuned = price_of_tuning(among or everything, rounds, delta, *tuning)[group.name] if tuning else None
+            if tuned is not None and rdp.epsilon == math.inf:  # of this row nothing is promised, whatever is chosen
+                tuned = rdp
             groups.append(
                 {
                     "group": group.name,
                     "clients": group.clients,
-                    "opted_out": group.opted_out,
+                    "opted_out": rdp.epsilon == math.inf,
                     "epsilon": rdp.epsilon,
                     "epsilon_pld": pld and pld.epsilon,
                     "epsilon_tuned": tuned and tuned.epsilon,

@@ -133,8 +133,10 @@ def _print_ledger(folder: Path) -> None:
         return
     with Ledger(experiment.ledger, fits, read_only=True) as ledger:
         names = [group.name for group in experiment.mechanism.groups if group.name in ledger.groups()]
-        spent = {name: standing_of(ledger, name, experiment.delta_of(name))["epsilon"] for name in names}
-    told = ", ".join(f"ε {name} = {in_short(epsilon, 'not known')}" for name, epsilon in spent.items())
+        standing = {name: standing_of(ledger, name, experiment.delta_of(name)) for name in names}
+    told = ", ".join(
+        f"ε {name} = {in_short(said['epsilon'], 'not known')} at δ {said['delta']:g}" for name, said in standing.items()
+    )
     said = f"{experiment.ledger}, over all its runs and variants: {told}"
     Console(markup=False).print(said, style="dim", highlight=False, soft_wrap=True)
 

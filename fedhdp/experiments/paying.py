@@ -40,9 +40,7 @@ class Payer:
         self.again = 0 if experiment.noise_seed is not None else again  # with a seed they are the same rounds
         self.whole = simulation.mechanisms[number]  # with everybody in it
         if ledger is not None and number == 0:  # with a ledger all variants of a simulation are one run
-            for name, budget in experiment.budgets.items():
-                ledger.tighten(name, budget.epsilon, budget.delta)
-            ledger.begin(run, self.whole, completed)
+            ledger.begin(run, self.whole, completed + again, population=experiment.population)
 
     def pay(self) -> None:
         """Charge the next round, before anything of it can be seen; raise if nobody is left to go on with."""
@@ -73,7 +71,7 @@ class Payer:
         found = {}
         for group in self.whole.groups:
             spent, delta = self._spent(group.name, rounds, None), self.experiment.delta_of(group.name)
-            found[group.name] = math.inf if group.opted_out else compose(spent, delta)
+            found[group.name] = math.inf if self.whole.multiplier(group) == 0 else compose(spent, delta)
         return found
 
     def rounds_left(self) -> dict[str, float]:

@@ -44,6 +44,7 @@ class Interrupted(Exception):
     """The run was asked to stop, and can go on from its folder."""
 
 
+BEGUN = (results.HISTORY, results.CHECKPOINT, results.RESULT)  # any of them: rounds may have been charged
 Watch = Callable[[Progress], bool]  # is told after every round; False asks the run to stop
 
 
@@ -79,7 +80,7 @@ def resume(out: Path, watch: Watch) -> Summary:
 def _run(experiment: Experiment, mechanism: Mechanism, folder: RunFolder, watch: Watch) -> Summary:
     parts = [folder.variant(variant.name) for variant in experiment.variants]
     finished = [part.result() for part in parts]
-    begun = any((part.path / kept).exists() for part in parts for kept in (results.CHECKPOINT, results.RESULT))
+    begun = any((part.path / kept).exists() for part in parts for kept in BEGUN)
     if begun and experiment.ledger is not None and not Path(experiment.ledger).exists():
         raise ValueError(f"{experiment.ledger} is gone: a run cannot go on without the ledger that it was charged in")
     if None in finished:
@@ -89,7 +90,7 @@ def _run(experiment: Experiment, mechanism: Mechanism, folder: RunFolder, watch:
         inputs = int(np.prod(population.input_shape))
         model = experiment.model.build(inputs, population.classes)  # one, so that it compiles once
         mechanisms = [variant.mechanism(mechanism) for variant in experiment.variants]
-        with _ledger(experiment) as ledger:
+        with _ledger(experiment, mechanism, mechanisms) as ledger:
             for batch in _batches(experiment, mechanisms, model):
                 if any(finished[index] is None for index in batch):
                     chosen = ([mechanisms[index] for index in batch], experiment.training, experiment.server)
@@ -125,13 +126,24 @@ def _batches(experiment: Experiment, mechanisms: list[Mechanism], model: Model) 
 
 
 @contextmanager
-def _ledger(experiment: Experiment) -> Iterator[Ledger | None]:
+def _ledger(experiment: Experiment, chosen: Mechanism, mechanisms: list[Mechanism]) -> Iterator[Ledger | None]:
+    """The experiment's ledger, if it has one, with its budgets; refused where groups would get less than they chose."""
     if experiment.ledger is None:
         yield None
         return
-    from fedhdp.accounting import fits
+    from fedhdp.accounting import fits, spends
 
+    for variant, mechanism in zip(experiment.variants, mechanisms):
+        for group, spent in zip(chosen.groups, spends(mechanism).values()):
+            if not group.opted_out and spent.noise_multiplier == 0 and spent.sampling_rate > 0:
+                raise ValueError(
+                    f"{variant.name} gives {group.name!r} no noise, and {experiment.ledger} would hold that against it "
+                    "for good: leave the variant out, or run it without the ledger"
+                )
     with Ledger(experiment.ledger, fits) as ledger:
+        for name, budget in experiment.budgets.items():
+            ledger.tighten(name, budget.epsilon, budget.delta)
+        ledger.expect(chosen.groups)
         yield ledger
 
 

@@ -255,6 +255,12 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budgets: dict[str, LifetimeBudget] = {}
     when_spent: WhenSpent = "stop"  # what to do when a group's budget is spent
 
+    @property
+    def population(self) -> str:
+        """Whose clients are numbered, in words: with other data, or another seed, the same number is somebody else."""
+        said = {name: value for name, value in msgspec.to_builtins(self.data).items() if name != "validation"}
+        return f"{said.pop('name')} ({', '.join(f'{name} {value}' for name, value in said.items())}), seed {self.seed}"
+
     def __post_init__(self) -> None:
         require(self.rounds >= 1, "rounds", self.rounds, "at least 1")
         require(0 <= self.seed < 2**31, "seed", self.seed, "at least 0 and below 2**31")

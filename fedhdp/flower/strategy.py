@@ -25,6 +25,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedhdp import server
+from fedhdp.accounting import rounded_up
 from fedhdp.flower.deployment import Deployment
 from fedhdp.flower.exchange import Answers, tie
 from fedhdp.flower.messages import (
@@ -265,7 +266,8 @@ class FedHDP(Strategy):
             if row.round == self.round and row.group != SERVER:
                 told.setdefault(row.group, {})[row.metric] = row.value
         by_group = "; ".join(
-            f"{name} {came[name]} of {v['sent']:.0f} sent, epsilon {v['epsilon']:.3g}" for name, v in told.items()
+            f"{name} {came[name]} of {v['sent']:.0f} sent, epsilon {rounded_up(v['epsilon'])}"
+            for name, v in told.items()
         )
         others = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
         place = f"round {self.round}/{self.deployment.rounds}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,7 @@ from fedhdp.experiments.run import resume
 from fedhdp.experiments.spec import LifetimeBudget
 from fedhdp.flower.built_in import built_in, score_with, start_model
 from fedhdp.flower.client_app import Trainer, client_app
-from fedhdp.flower.client_folder import Folder
+from fedhdp.flower.client_folder import Folder, Promise
 from fedhdp.flower.deployment import Deployment, Level, from_run_config
 from fedhdp.flower.messages import as_record, flat, from_record, unflat
 from fedhdp.flower.registry import Registry
@@ -807,14 +809,46 @@ def test_a_clients_budget_is_the_least_that_its_owner_ever_wanted(tmp_path, firs
     assert updates == [True, True, True, False]
 
 
-def test_a_client_counts_the_rounds_in_which_it_was_not_drawn_too(tmp_path):
-    node = one_client(tmp_path)
-    wanted = deployment(tmp_path, levels={"strict": Level(0.4, noise_multiplier=1.0)}, rounds=8, clip=1.0)
-    play_plain(InProcessGrid([node]), wanted)
-    last = max(int(message.metadata.group_id) for message in heard(node, "train"))
-    assert len(heard(node, "train")) < last + 1
+@pytest.mark.parametrize("rate", [0.4, 1e-6])
+def test_a_client_counts_every_round_of_a_run_also_those_after_it_was_last_drawn(tmp_path, rate):
+    node, levels = one_client(tmp_path), {"strict": Level(rate, noise_multiplier=1.0)}
+    for out in ("one", "two"):
+        wanted = deployment(tmp_path, levels=levels, rounds=8, clip=1.0, out=str(tmp_path / out))
+        play_plain(InProcessGrid([node]), wanted)
+    assert len(heard(node, "train")) < 16
     with Ledger(tmp_path / "me" / "client.ledger", fits, read_only=True) as ledger:
-        assert sum(rounds for *_, rounds in ledger.spent("this client")) == last + 1
+        assert sum(rounds for *_, rounds in ledger.spent("this client")) == 16
+
+
+def test_a_client_that_is_sent_the_same_round_again_and_again_counts_each_of_them(tmp_path):
+    wanted, node = deployment(tmp_path, levels=ALWAYS, rounds=2), one_client(tmp_path)
+    play_plain(InProcessGrid([node]), wanted)
+    message = heard(node, "train")[0]  # the server says that one round is charged
+    assert all("update" in node.answer(message).content for _ in range(3))
+    with Ledger(tmp_path / "me" / "client.ledger", fits, read_only=True) as ledger:
+        assert sum(rounds for *_, rounds in ledger.spent("this client")) == 5
+
+
+def test_promises_of_two_runs_that_are_made_at_once_are_both_kept(tmp_path):
+    kept, begun, order = Folder(tmp_path / "me"), threading.Event(), []
+
+    def other() -> None:
+        begun.set()
+        with Folder(tmp_path / "me").alone():
+            order.append("other")
+            kept.keep_promises(kept.promises() | {"b": Promise(1.0, 0.1)})
+
+    thread = threading.Thread(target=other)
+    with kept.alone():
+        mine = kept.promises() | {"a": Promise(1.0, 0.1)}
+        thread.start()
+        begun.wait()
+        time.sleep(0.05)
+        order.append("mine")
+        kept.keep_promises(mine)
+    thread.join()
+    assert order == ["mine", "other"]
+    assert set(kept.promises()) == {"a", "b"}
 
 
 def test_a_client_counts_what_it_was_promised_and_is_not_told_what_others_choices_give_it(tmp_path):
@@ -833,7 +867,7 @@ def test_a_client_counts_what_it_was_promised_and_is_not_told_what_others_choice
     assert {order["noise_multiplier"] for order in orders} == {0.7}
     with Ledger(tmp_path / "me" / "client.ledger", fits, read_only=True) as ledger:
         ((multiplier, rate, _, rounds),) = ledger.spent("this client")
-    assert (multiplier, rate, rounds) == (0.7, 0.5, orders[-1]["charged"])
+    assert (multiplier, rate, rounds) == (0.7, 0.5, 12)
 
 
 def test_a_client_that_comes_late_does_not_count_the_rounds_before(tmp_path):
@@ -950,14 +984,13 @@ def test_a_client_declines_a_round_that_is_looser_than_it_was_promised(tmp_path,
     assert answered == [True, False]
 
 
-def test_a_client_that_was_never_asked_declines_a_level_that_it_did_not_choose(tmp_path):
+def test_a_client_that_was_never_asked_declines(tmp_path):
     wanted, node = deployment(tmp_path, levels=ALWAYS, rounds=1), one_client(tmp_path)
     grid = InProcessGrid([node])
     play_plain(grid, wanted)
     (message,) = heard(node, "train")
     (tmp_path / "me" / "promises.json").unlink()
-    message.content["order"]["level"] = "open"
-    assert node.answer(message).content["order"]["declined"] == "chose strict, not open"
+    assert "was not asked in this run" in node.answer(message).content["order"]["declined"]
 
 
 # Configuration and files

@@ -25,11 +25,12 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.common.logger import log
 
-from fedhdp.flower.client_folder import Folder, Memory, check, promised
+from fedhdp.flower.client_folder import SPENT, Folder, Memory, Promise, check, promised
 from fedhdp.flower.messages import (
     Arrays,
     Choice,
     Declined,
+    Offer,
     Order,
     decline_message,
     read_offer,
@@ -64,11 +65,13 @@ def client_app(
     @app.query()
     def query(message: Message, context: Context) -> Message:
         kept, offer = _kept(context), read_offer(message)
-        promises = kept.promises()
-        if offer.run not in promises:  # what was promised first holds
-            kept.keep_promises(promises | {offer.run: promised(offer, level(context))})
-            wishes = (level(context) or "the strictest there is", _budget(context) or "none", _tells(context))
-            log(INFO, "run %s: level %s, own budget %s, tells scores: %s", offer.run, *wishes)
+        with kept.alone():
+            promises = kept.promises()
+            if offer.run not in promises:  # what was promised first holds
+                promise = _set_aside(kept, offer, promised(offer, level(context)), _budget(context))
+                kept.keep_promises(promises | {offer.run: promise})
+                wishes = (level(context) or "the strictest there is", _budget(context) or "none", _tells(context))
+                log(INFO, "run %s: level %s, own budget %s, tells scores: %s", offer.run, *wishes)
         return tell_choice(message, Choice(level(context), kept.identity()))
 
     @app.train()
@@ -95,7 +98,8 @@ def client_app(
         kept = _kept(context)
         try:
             promise = check(order, kept.promises().get(order.run), level(context))
-            kept.afford(promise.once(), _budget(context))
+            if order.charged > promise.rounds and kept.left(promise.once(), _budget(context)) < 1:
+                raise Declined(SPENT)
         except Declined as error:
             return _decline(message, order, error)
         scores = _scores(trainer(context), order, context, parameters, _personal(kept, parameters))
@@ -118,13 +122,27 @@ def _personal(kept: Memory, parameters: Arrays) -> Arrays | None:
     return personal
 
 
+def _set_aside(kept: Memory, offer: Offer, promise: Promise, budget: Budget | None) -> Promise:
+    """Count all rounds that a run is to have, or those that the budget allows, before any of them.
+
+    Who may be drawn pays for every round, and a client is not told of those after the last in which it was.
+    """
+    rounds = int(min(max(0, offer.rounds - offer.charged), kept.left(promise.once(), budget)))
+    if rounds:
+        kept.charge(offer.run, promise.once(rounds), budget)
+    promise.rounds += rounds
+    return promise
+
+
 def _agree(kept: Memory, order: Order, level: str | None, context: Context) -> None:
-    """Check what is promised, and count the rounds since the client last heard of the run before doing anything."""
-    promises = kept.promises()
-    promise = check(order, promises.get(order.run), level)
-    kept.charge(order.run, promise.once(max(1, order.charged - promise.rounds)), _budget(context))
-    if order.run in promises:
-        promise.rounds = max(promise.rounds, order.charged)
+    """Check what is promised, and that the round is paid for, or pay for it, before doing anything."""
+    with kept.alone():
+        promises = kept.promises()
+        promise = check(order, promises.get(order.run), level)
+        promise.seen = max(order.charged, promise.seen + 1)  # whatever the server says, none is trained in twice
+        if promise.seen > promise.rounds:
+            kept.charge(order.run, promise.once(promise.seen - promise.rounds), _budget(context))
+            promise.rounds = promise.seen
         kept.keep_promises(promises)
 
 

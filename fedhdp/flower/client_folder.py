@@ -3,7 +3,7 @@
     DIR/identity             a random name, made at the first start, by which a server knows the client again
     DIR/personal.npz         the personal model; it never leaves
     DIR/promises.json        for each run, what the client's level was promised when it was first asked
-    DIR/client.ledger        every round that the client took part in; `fedhdp ledger show` reads it
+    DIR/client.ledger        every round of the runs that the client is in; `fedhdp ledger show` reads it
 
 Every file is written whole and moved into place. A client without a folder keeps the first and last nowhere and the
 others in Flower's memory of the run, which a restart of the SuperNode forgets.
@@ -11,14 +11,17 @@ others in Flower's memory of the run, which a restart of the SuperNode forgets.
 
 from __future__ import annotations
 
+import fcntl
+import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 from flwr.app import ConfigRecord, RecordDict
 
-from fedhdp.accounting import Spend, fits
+from fedhdp.accounting import Spend, fits, rounds_left
 from fedhdp.flower.messages import Arrays, Declined, Offer, Order, as_record, from_record
 from fedhdp.ledger import Budget, BudgetError, Ledger
 from fedhdp.mechanism import Mechanism, PrivacyGroup
@@ -29,12 +32,13 @@ SPENT = "this client's budget is spent"
 
 
 class Promise(msgspec.Struct):
-    """The least privacy that a client accepts in a run, what was on offer, and how many rounds it knows to be paid for."""
+    """The least privacy that a client accepts in a run, what was on offer, and which rounds of it are counted."""
 
     noise_multiplier: float
     sampling_rate: float
-    rounds: int = 0
+    rounds: int = 0  # of the run that the client has paid for, and those before it came
     levels: list[str] = []  # the strictest first
+    seen: int = 0  # rounds of the run when it last trained, by the server's count or by its own if that is more
 
     def once(self, rounds: int = 1) -> Spend:
         """What rounds cost the client, at most."""
@@ -70,14 +74,19 @@ class Memory:
             {run: msgspec.json.encode(said).decode() for run, said in promises.items()}
         )
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else reads or writes here meanwhile; Flower's memory is this run's alone."""
+        yield
+
+    def left(self, once: Spend, budget: Budget | None) -> float:
+        """How many such rounds the budget still allows."""
+        return math.inf if budget is None else 0
+
     def charge(self, run: str, spent: Spend, budget: Budget | None) -> None:
         """Nothing is counted; so no budget can be kept."""
         if budget is not None:
             raise Declined("a budget needs a directory to count in")
-
-    def afford(self, spent: Spend, budget: Budget | None) -> None:
-        """Decline where a budget has no room for this."""
-        self.charge("", spent, budget)
 
 
 class Folder(Memory):
@@ -112,6 +121,20 @@ class Folder(Memory):
         """Keep what was promised."""
         write_value(self.path / "promises.json", promises)
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else reads or writes here meanwhile: a SuperNode may serve several runs at once."""
+        with open(self.path / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def left(self, once: Spend, budget: Budget | None) -> float:
+        """How many such rounds every budget that was ever wanted still allows."""
+        with Ledger(self.path / "client.ledger", fits) as ledger:
+            known = ledger.budget(ME) if ME in ledger.groups() else None
+            budgets = [one for one in (budget, known) if one is not None]
+            return min((rounds_left(ledger.spent(ME), once, *one) for one in budgets), default=math.inf)
+
     def charge(self, run: str, spent: Spend, budget: Budget | None) -> None:
         """Count rounds in the client's own ledger before anything is sent, or decline where its budget is spent."""
         name = f"{run} z={spent.noise_multiplier!r} q={spent.sampling_rate!r}"
@@ -125,27 +148,17 @@ class Folder(Memory):
             except BudgetError as error:
                 raise Declined(SPENT) from error
 
-    def afford(self, spent: Spend, budget: Budget | None) -> None:
-        """Decline where a budget has no room for this."""
-        with Ledger(self.path / "client.ledger", fits) as ledger:
-            known = [ledger.budget(ME)] if ME in ledger.groups() else []
-            for one in [budget, *known]:
-                if one is not None and not fits((*ledger.spent(ME), spent), *one):
-                    raise Declined(SPENT)
-
 
 def promised(offer: Offer, level: str | None) -> Promise:
     """What the client's level is promised; who does not say is promised what the strictest level is."""
-    place = _place(offer.level, level)
-    return Promise(offer.noise_multiplier[place], offer.sampling_rate[place], offer.charged, offer.level)
+    place, charged = _place(offer.level, level), offer.charged
+    return Promise(offer.noise_multiplier[place], offer.sampling_rate[place], charged, offer.level, charged)
 
 
 def check(order: Order, promise: Promise | None, level: str | None) -> Promise:
     """Decline a round that gives less privacy than was promised, or than the owner wants by now; else say what holds."""
     if promise is None:
-        if level is not None and order.level != level:
-            raise Declined(f"chose {level}, not {order.level}")
-        return Promise(order.noise_multiplier, order.sampling_rate)
+        raise Declined("was not asked in this run, so nothing is promised")
     if order.noise_multiplier < promise.noise_multiplier * (1 - 1e-9) or order.sampling_rate > promise.sampling_rate:
         raise Declined("less privacy than was promised")
     if promise.levels and order.level not in promise.levels[: _place(promise.levels, level) + 1]:

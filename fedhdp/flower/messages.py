@@ -49,6 +49,7 @@ class Offer(msgspec.Struct, frozen=True):
     level: list[str]
     noise_multiplier: list[float]
     sampling_rate: list[float]
+    rounds: int = 0  # that the run is to have
 
 
 class Choice(NamedTuple):

@@ -37,7 +37,7 @@ class Registry:
         of_level = {group.name: group for group in deployment.mechanism(dict.fromkeys(deployment.levels, 1)).groups}
         groups = [of_level[name] for name in deployment.strictness]
         noise, rates = [group.noise_multiplier for group in groups], [group.sampling_rate for group in groups]
-        self._offer = Offer(run, 0, list(deployment.strictness), noise, rates)
+        self._offer = Offer(run, 0, list(deployment.strictness), noise, rates, deployment.rounds)
 
     def listen(self, grid: Grid, again: bool = False) -> None:
         """Ask the nodes that are new, and again those that are unclear, and take in who has answered; this does not wait."""

@@ -33,6 +33,7 @@ Sampling = Literal["poisson", "fixed"]
 SERVER = "server"  # the name under which the server's own measurements stand beside the groups'
 MOST = 1e9  # of a multiplier, a weight, a pull or a clip: what is far beyond use would only overflow
 LEAST_WEIGHT, LEAST_CLIP = 1e-15, 1e-9  # so that their noise is never too small for single precision
+ROUNDING = 2.0**-24  # of a sum in single precision, at each number that is added
 UPWARDS = 1 + 2.0**-22  # rounding to single precision never leaves less noise than is owed
 
 
@@ -182,10 +183,22 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return group.noise_multiplier
         return (group.noise_multiplier**-2 - (2 * self.bit_noise) ** -2) ** -0.5
 
+    def reach(self, group: PrivacyGroup) -> float:
+        """How far one client of the group can move the weighted sum, in clips: its weight, and how the sum is rounded.
+
+        A sum in single precision is rounded at every client, by a part in 2²⁴ of what is summed so far, up or down: with n
+        clients by about √n times as much, which is little unless others weigh far more. As many come as hardly ever do.
+        """
+        if group.weight == 0:
+            return 0.0
+        most = {one: (n := self.cohort_of(one)) + 4 * math.sqrt(n) for one in self.groups}
+        weight = sum(one.weight * clients for one, clients in most.items())
+        return group.weight + math.sqrt(sum(most.values())) * weight * ROUNDING
+
     @property
     def update_noise(self) -> float:
         """Standard deviation of the noise on the weighted sum of clipped updates, in clips."""
-        owed = [group.weight * self.update_multiplier(group) for group in self.groups]
+        owed = [self.reach(group) * self.update_multiplier(group) for group in self.groups]
         return max(owed) if self.noise == "shared" else math.hypot(*owed)
 
     def multiplier(self, group: PrivacyGroup) -> float:
@@ -197,7 +210,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if group.weight == 0:
             update = math.inf
         else:
-            update = self.update_noise / group.weight if self.noise == "shared" else self.update_multiplier(group)
+            update = self.update_noise / self.reach(group) if self.noise == "shared" else self.update_multiplier(group)
         bits = 2 * self.bit_noise if isinstance(self.clip, AdaptiveClip) else math.inf
         precision = update**-2 + bits**-2
         return precision**-0.5 if precision > 0 else math.inf

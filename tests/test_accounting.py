@@ -124,12 +124,12 @@ mechanisms = st.builds(
 @settings(max_examples=200, deadline=None)
 @given(mechanisms)
 def test_what_is_priced_is_the_noise_that_the_server_adds(mechanism):
-    """An adversary who knows all but one client sees at most its weighted clip and half a bit, each over its noise."""
+    """An adversary who knows all but one client sees at most its reach and half a bit, each over its noise."""
     terms = mechanism.terms
     for g in mechanism.groups:
         if g.opted_out:
             continue
-        update = g.weight / float(terms.update_noise) if g.weight else 0.0
+        update = mechanism.reach(g) / float(terms.update_noise) if g.weight else 0.0
         bit = 0.5 / float(terms.bit_noise) if isinstance(mechanism.clip, AdaptiveClip) else 0.0
         seen = math.hypot(update, bit)
         priced = 1 / spends(mechanism)[g.name].noise_multiplier

@@ -106,10 +106,31 @@ def test_local_only_neither_sends_anything_nor_is_pulled(mechanism):
     assert {(group.weight, group.pull) for group in ALGORITHMS["local_only"](mechanism).groups} == {(0.0, 0.0)}
 
 
+@pytest.mark.parametrize(("others", "weight"), [(2000, 1e-4), (2000, 1e-6), (65, 1e-5), (100, 0.01)])
+def test_noise_covers_how_a_sum_is_rounded_beside_clients_who_weigh_far_more(others, weight):
+    """An adversary who knows all others compares the sum with one client and without it."""
+    groups = PrivacyGroup("open", others, 0.0, 1.0), PrivacyGroup("private", 1, 1.5, 1.0, weight)
+    noise = float(Mechanism(groups, clip=1.0).terms.update_noise)
+    update_CP = np.abs(np.random.default_rng(0).normal(size=(others + 1, 2000)))  # all in one direction: a large sum
+    update_CP = (update_CP / np.linalg.norm(update_CP, axis=1, keepdims=True)).astype(np.float32)
+    own_P = np.float32(weight) * update_CP[0]
+
+    def total(first_P: np.ndarray) -> np.ndarray:
+        sum_P = first_P.copy()  # the client comes first, so that it may change every rounding
+        for row_P in update_CP[1:]:
+            sum_P += row_P
+        return sum_P.astype(float)
+
+    moved = np.linalg.norm(total(own_P) - total(np.zeros_like(own_P)))
+    assert 1.5 * moved <= noise
+    if weight <= 1e-6:
+        assert moved > 1.2 * weight  # noise for its weight alone would be too little
+
+
 def test_dp_fedavg_adds_the_strictest_noise_once_whatever_the_number_of_groups():
     mechanism = mechanism_of((4, 0.0, 1.0), (5, 0.5, 0.7), (10, 1.5, 0.2), clip=1.0, noise="per_group")
-    assert dp_fedavg(mechanism).update_noise == 1.5
-    assert hdp_fedavg(mechanism).update_noise == pytest.approx(math.hypot(0.5, 1.5))
+    assert dp_fedavg(mechanism).update_noise == pytest.approx(1.5, rel=1e-4)
+    assert hdp_fedavg(mechanism).update_noise == pytest.approx(math.hypot(0.5, 1.5), rel=1e-4)
 
 
 @given(mechanisms())

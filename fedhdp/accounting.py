@@ -75,7 +75,7 @@ class Price(msgspec.Struct, frozen=True):
     def basis(self) -> str:
         """What the epsilon rests on, for people."""
         return (
-            f"delta {self.delta:g}, q {self.sampling_rate:g}, z {self.noise_multiplier:.4g}, {self.rounds} rounds, "
+            f"delta {self.delta:g}, q {self.sampling_rate:g}, z {self.noise_multiplier:.4g}, {counted(self.rounds)}, "
             f"{SAMPLER[self.sampling]}, {self.adjacency}, {self.accountant.upper()} accountant"
             + (f", {self.tuning}" if self.tuning else "")
         )
@@ -92,6 +92,11 @@ def rounded_up(epsilon: float, places: int | None = None) -> str:
     if places is None:
         return f"{float(Context(prec=4, rounding=ROUND_CEILING).plus(exact)):.4g}"
     return str(exact.quantize(Decimal(1).scaleb(-places), ROUND_CEILING))
+
+
+def counted(number: float, what: str = "round") -> str:
+    """So many of something: 1 round, 2 rounds."""
+    return f"{number if isinstance(number, int) else format(number, 'g')} {what}{'' if number == 1 else 's'}"
 
 
 def spend(mechanism: Mechanism, group: PrivacyGroup, rounds: int = 1) -> Spend:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from fedhdp.mechanism import Mechanism, PrivacyGroup, require
+from fedhdp.mechanism import SERVER, Mechanism, PrivacyGroup, require
 
 Spend = tuple[float, float, str, int]  # noise multiplier, sampling rate, sampler, rounds: accounting.Spend
 Fits = Callable[[Iterable[Spend], float, float], bool]  # do these stay within (epsilon, delta)?
@@ -176,7 +176,7 @@ class Ledger:
 
     def promise(self, group: str, epsilon: float, delta: float) -> None:
         """Give a group a budget for its life, before its first run or later: it may be lowered, never raised."""
-        require(group != "", "group", group, "a name")
+        require(group not in ("", SERVER), "group", group, f"a name, and not {SERVER!r}")
         require(epsilon >= 0, "epsilon", epsilon, "at least 0")
         require(0 < delta < 1, "delta", delta, "between 0 and 1")
         with self._transaction():

@@ -206,6 +206,10 @@ def check_data(population: Population, model: Model) -> None:
     if model.loss is cross_entropy:
         parts = (part for part in (population.train, population.test) if isinstance(part, Examples))
         labels = (population.server_y_N, *(part.y_N for part in parts))
+        kinds = {np.asarray(y_N).dtype.kind for y_N in labels}
+        require(
+            kinds <= set("iub"), "labels", "numbers that are not whole", "whole numbers where the loss is cross_entropy"
+        )
         found = [int(extreme(y_N)) for y_N in labels if len(y_N) for extreme in (np.min, np.max)]
         classes = outputs.shape[-1]
         rule = f"from 0 to {classes - 1}, as the model has {classes} outputs"

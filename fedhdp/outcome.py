@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import msgspec
 
 from fedhdp.accounting import Spend, compose, quote, rounded_up, spend
-from fedhdp.mechanism import SERVER, Mechanism
+from fedhdp.mechanism import SERVER, Mechanism, require
 from fedhdp.metrics import Row
 
 ACCOUNTING = find_spec("dp_accounting") is not None  # without it all trains as well, and epsilons are not known
@@ -118,6 +118,9 @@ def table(variants: list[VariantResult], variances: bool = True) -> tuple[list[s
     variance is that of accuracies as fractions, times 100.
     """
     names = [group.name for group in variants[0].groups]
+    for variant in variants:
+        theirs = [group.name for group in variant.groups]
+        require(theirs == names, f"groups of {variant.name!r}", theirs, f"those of the first in the table, {names}")
     personal = any(group.personal_accuracy is not None for variant in variants for group in variant.groups)
     models = [("g", "global")] + ([("l", "personal")] if personal else [])
     header = ["algorithm", "Acc_g"]
@@ -158,11 +161,12 @@ def footnotes(variants: list[VariantResult]) -> list[str]:
 
 
 def text_table(variants: list[VariantResult]) -> str:
-    """The table as plain text."""
+    """The table as plain text, with what its epsilons rest on beneath it."""
     header, rows = table(variants)
     widths = [max(map(len, column)) for column in zip(header, *rows)]
     lines = [header, ["─" * width for width in widths], *rows]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+    shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
+    return "\n".join([*shown, *footnotes(variants)])
 
 
 def _percent(value: float | None, variance: float | None = None) -> str:

@@ -11,8 +11,9 @@ from types import FrameType, TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
+from rich.table import Column
 
-from fedhdp.accounting import rounded_up
+from fedhdp.accounting import counted, rounded_up
 from fedhdp.experiments.run import Progress
 
 PLAIN_SECONDS = 10.0
@@ -26,15 +27,15 @@ class ProgressDisplay:
         self.console, self.stop, self.again = console, False, again
         self.live = console.is_terminal
         self.bars = Bars(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, min_width=20)),
+            BarColumn(bar_width=24 if console.width >= 110 else 8),
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[note]}", markup=False),
+            TextColumn("{task.fields[note]}", markup=False, table_column=Column(ratio=1, no_wrap=True)),  # what is left
             console=console,
         )
-        self.tasks: dict[str, TaskID] = {}
+        self.tasks: dict[int, TaskID] = {}  # by the number of the first variant
         self.said = self.begun = time.monotonic()
         self.first_round = 0
         self.note, self.noted = "", -math.inf
@@ -62,9 +63,9 @@ class ProgressDisplay:
 
     def watch(self, progress: Progress) -> bool:
         """Show where the run stands; False once it was asked to stop."""
-        if progress.variant not in self.tasks:
+        if progress.number not in self.tasks:
             task = self.bars.add_task(progress.variant, total=progress.rounds, rate="", note="")
-            self.tasks[progress.variant] = task
+            self.tasks[progress.number] = task
             self.first_round, self.noted = 0, -math.inf
         if not self.first_round:  # the first round compiles: it is not counted
             self.begun, self.first_round = time.monotonic(), progress.round
@@ -76,7 +77,8 @@ class ProgressDisplay:
         if self.live:
             if ended or now - self.noted > NOTE_SECONDS:
                 self.note, self.noted = _note(progress), now
-            self.bars.update(self.tasks[progress.variant], completed=progress.round, rate=speed, note=self.note)
+            task = self.tasks[progress.number]
+            self.bars.update(task, description=progress.variant, completed=progress.round, rate=speed, note=self.note)
         elif progress.round and (ended or now - self.said > PLAIN_SECONDS):
             self.said = now
             left = f"{(progress.rounds - progress.round) / rate:.0f} s left" if rate > 0 and not ended else ""
@@ -94,5 +96,5 @@ def _note(progress: Progress) -> str:
     for name, ends in progress.epsilon().items():
         told = dict.fromkeys(rounded_up(epsilon, 2) for epsilon in ends)
         parts.append(f"ε {name} {'–'.join(told)}")
-    parts += [f"{name} has {left:.0f} rounds left" for name, left in progress.left().items() if left < math.inf]
+    parts += [f"{name} has {counted(int(left))} left" for name, left in progress.left().items() if left < math.inf]
     return ", ".join(parts)

@@ -166,6 +166,7 @@ class Simulation:
 
     def play(self, state: State) -> State:
         """One round; the state that went in is used up."""
+        _refuse_what_is_used_up(state)
         clients = self.draw_cohort(state.round)
         count_K = self.population.train.count_K
         if not self.engine.shape.full:  # those with most examples first, so that chunks are alike
@@ -204,6 +205,7 @@ class Simulation:
 
     def evaluate(self, state: State) -> list[list[Row]]:
         """For each mechanism: the global, averaged and personal models, on the server's test set and on the clients' own."""
+        _refuse_what_is_used_up(state)
         self._settle(state)
         names, runs, judge = [group.name for group in self.mechanism.groups], len(self.runs), self._judge
         score_KT = judge.on_clients(state.server.theta_P, state.personal, state.new_K)
@@ -237,11 +239,14 @@ class Simulation:
         """A mechanism's global model as one row."""
         return np.asarray(state.server.theta_P[self.run_of[number]])
 
-    def personal_models(self, state: State, clients: np.ndarray, number: int = 0) -> np.ndarray:
+    def personal_models(self, state: State, clients: np.ndarray | int, number: int = 0) -> np.ndarray:
         """A mechanism's personal models of these clients, one row each; one who never took part has the global model."""
         if self.store is None:
             raise ValueError("there are no personal models: training does not personalise")
-        clients = np.asarray(clients)
+        _refuse_what_is_used_up(state)
+        clients = np.atleast_1d(clients)
+        known = len(clients) > 0 and 0 <= min(clients) <= max(clients) < self.population.clients
+        require(known, "clients", clients.tolist(), f"from 0 to {self.population.clients - 1}")
         own_CP = self.store.rows(state.personal, clients)[:, number]
         return np.where(state.new_K[clients, None], self.global_model(state, number), own_CP)
 
@@ -303,6 +308,12 @@ class Simulation:
         """Words from the operating system's entropy; one draw for all processes that compute with them."""
         fresh = np.frombuffer(os.urandom(4 * words), np.uint32)
         return fresh if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(fresh))
+
+
+def _refuse_what_is_used_up(state: State) -> None:
+    """A state whose arrays a round has taken over can be neither played nor looked at."""
+    if state.server.theta_P.is_deleted():
+        raise ValueError("this state has been played already: go on with the one that play returned")
 
 
 def global_training(mechanism: Mechanism) -> Mechanism:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fedhdp.accounting import Price, Spend, best_of, quote, spend
+from fedhdp.accounting import Price, Spend, best_of, counted, quote, spend
 from fedhdp.mechanism import Mechanism, require
 
 
 def in_words(trials: float, shape: float = math.inf) -> str:
     """How many trials there are, for people."""
     law = {math.inf: "Poisson", 1: "geometric", 0: "logarithmic"}.get(shape, f"negative binomial (shape {shape:g})")
-    return f"best of {trials:g} trials on average ({law})"
+    return f"best of {counted(trials, 'trial')} on average ({law})"
 
 
 def price_of_tuning(

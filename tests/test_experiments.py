@@ -91,7 +91,9 @@ def test_every_built_in_experiment_runs_and_tells_each_groups_epsilon(name, tmp_
                 assert "add or remove one client" in group.epsilon_basis
     header, rows = outcome.table(summary.variants)
     assert {len(row) for row in rows} == {len(header)}
-    assert outcome.text_table(summary.variants).count("\n") == len(rows) + 1
+    lines = outcome.text_table(summary.variants).split("\n")
+    assert lines[len(rows) + 2 :] == outcome.footnotes(summary.variants)
+    assert "repeatable, and therefore not private" in lines[-1]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

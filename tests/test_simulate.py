@@ -123,6 +123,19 @@ def test_shared_and_per_group_noise_are_the_same_to_the_bit_with_one_private_gro
     same(final(population, chosen)[1], final(population, replace(chosen, noise="per_group"))[1])
 
 
+def test_a_state_that_was_played_is_refused_and_so_are_clients_that_there_are_not(population):
+    simulation, last = final(population, CHOSEN)
+    first = simulation.start()
+    simulation.play(first)
+    for look in (simulation.play, simulation.evaluate, lambda state: simulation.personal_models(state, np.array([0]))):
+        with pytest.raises(ValueError, match="has been played already"):
+            look(first)
+    for nobody in ([-1], [population.clients], []):
+        with pytest.raises(ValueError, match=f"clients must be from 0 to {population.clients - 1}"):
+            simulation.personal_models(last, np.array(nobody, int))
+    np.testing.assert_array_equal(simulation.personal_models(last, 3), simulation.personal_models(last, np.array([3])))
+
+
 def test_personal_models_do_not_touch_the_global_model_by_a_bit(population):
     stronger = replace(CHOSEN, groups=tuple(replace(group, pull=3.0) for group in CHOSEN.groups))
     (weak, one), (strong, other) = final(population, CHOSEN), final(population, stronger)
@@ -284,6 +297,7 @@ def test_data_that_does_not_fit_is_refused_and_not_found_out_by_wrong_numbers(po
     refused("test examples must be of 19 clients", test=fewer)
     refused("labels must be from 0 to 1, as the model has 2 outputs, got .0, 2.", mlp(12, 5, 2))
     refused("labels must be of the shape", server_y_N=population.server_y_N[:, None])
+    refused("labels must be whole numbers", server_y_N=population.server_y_N.astype(np.float32))
     regression = linear(12, 1, loss=squared_error, score=squared_error)
     refused("targets must be of the shape .2, 1., which the outputs have, not .2,.", regression)
     refused("loss for two examples must be one number for each", MODEL._replace(loss=lambda out, y: jnp.float32(0)))

@@ -232,11 +232,11 @@ def show_progress(fleet: Fleet, run: str, out: Path) -> None:
 
 def print_results(out: Path, ledger: Path) -> None:
     """The table, and what the ledger knows."""
-    from fedhdp.outcome import Summary, footnotes, text_table
+    from fedhdp.outcome import Summary, text_table
     from fedhdp.results import read_value
 
     variants = read_value(out / "summary.json", Summary).variants
-    print("\n" + text_table(variants), *footnotes(variants), sep="\n", flush=True)
+    print("\n" + text_table(variants), flush=True)
     show = [Path(sys.executable).parent / "fedhdp", "ledger", "show", ledger]
     print("\n" + subprocess.run(show, capture_output=True, text=True, check=True).stdout, flush=True)
 

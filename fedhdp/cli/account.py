@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedhdp.accounting import counted
 from fedhdp.cli.show import console, in_short, print_json, table
 
 if TYPE_CHECKING:
@@ -192,13 +193,14 @@ def _print_answer(answer: dict[str, Any]) -> None:
     )
     if asked:
         out.print(
-            f"Noise multiplier {noise}: {noise} times what {changed} can change keeps {answer['rounds']} "
-            f"rounds within epsilon {in_short(answer['epsilon_asked'])} at delta {answer['delta']:g}. "
+            f"Noise multiplier {noise}: {noise} times what {changed} can change keeps {counted(answer['rounds'])} "
+            f"within epsilon {in_short(answer['epsilon_asked'])} at delta {answer['delta']:g}. "
             f"It costs {cost} ({rests})."
         )
     else:
+        paid = f"{counted(answer['rounds'])} cost{'s' * (answer['rounds'] == 1)}"
         out.print(
-            f"Epsilon {cost} at delta {answer['delta']:g} is what {answer['rounds']} rounds cost a client "
+            f"Epsilon {cost} at delta {answer['delta']:g} is what {paid} a client "
             f"when the noise is {noise} times what {changed} can change ({rests})."
         )
     if answer["opted_out"]:
@@ -226,7 +228,9 @@ def _print_table(answer: dict[str, Any]) -> None:
     out, tuned = console(), answer["tuning"] is not None
     first = answer["mechanisms"][0]["groups"][0]
     rests = f"{SAMPLER[first['sampling']]}, {first['adjacency']}"
-    out.print(f"{answer['experiment']}: what {first['rounds']} rounds cost each group ({rests})")
+    out.print(
+        f"{answer['experiment']}: what {counted(first['rounds'])} cost{'s' * (first['rounds'] == 1)} each group ({rests})"
+    )
     numbers = ("clients", "q", "z", "delta", "ε RDP", "ε PLD", *(["ε tuned"] if tuned else []))
     shown = table(("variant", "group"), numbers)
     for mechanism in answer["mechanisms"]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedhdp.accounting import counted
 from fedhdp.cli.show import console, in_short, print_json, table
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _level(text: str) -> Level:
 def _print(plan: Plan) -> None:
     out = console()
     out.print(
-        f"{plan.clients:,} clients, {plan.cohort:g} a round, {plan.rounds} rounds, delta {plan.delta:g}, "
+        f"{plan.clients:,} clients, {plan.cohort:g} a round, {counted(plan.rounds)}, delta {plan.delta:g}, "
         f"a model of {plan.parameters:,} parameters"
     )
     levels = table(("level",), ("clients", "a round", "ε asked", "noise z", "weight r", "say", "ε PLD", "ε RDP"))

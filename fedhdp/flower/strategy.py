@@ -25,7 +25,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedhdp import server
-from fedhdp.accounting import rounded_up
+from fedhdp.accounting import counted, rounded_up
 from fedhdp.flower.deployment import Deployment
 from fedhdp.flower.exchange import Answers, tie
 from fedhdp.flower.messages import (
@@ -186,7 +186,7 @@ class FedHDP(Strategy):
 
     def summary(self) -> None:
         """Say what is about to be run."""
-        log(INFO, "%d rounds; levels, the strictest first: %s", self.deployment.rounds, self.deployment.strictness)
+        log(INFO, "%s; levels, the strictest first: %s", counted(self.deployment.rounds), self.deployment.strictness)
 
     def _clients(self) -> list[tuple[str, int]]:
         """Every client with its group, in the order in which a mechanism has its clients."""

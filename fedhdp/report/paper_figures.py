@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from fedhdp.accounting import counted
 from fedhdp.experiments import paper
 from fedhdp.experiments.paper import PULLS, PaperTable
 from fedhdp.report.paper_tables import CLOSE, Cell, Comparison, Line, papers_best
@@ -48,7 +49,7 @@ def draw(found: Comparison, path: Path) -> None:
         else:
             _paper(figure, found, table)
         seeds = "1 seed" if len(found.seeds) == 1 else f"{len(found.seeds)} seeds"
-        figure.suptitle(f"{found.table}, {found.rounds} rounds, {seeds}\n{found.data}", fontsize=11)
+        figure.suptitle(f"{found.table}, {counted(found.rounds)}, {seeds}\n{found.data}", fontsize=11)
         figure.savefig(path, dpi=110)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fedhdp.accounting import rounded_up
+from fedhdp.accounting import counted, rounded_up
 from fedhdp.experiments import paper
 from fedhdp.experiments.own import LEVELS
 from fedhdp.report.paper_runs import SHORT
@@ -19,7 +19,7 @@ LEGEND = (
 def title(found: Comparison) -> list[str]:
     """What the table is of."""
     seeds = f"{len(found.seeds)} seed{'s' if len(found.seeds) > 1 else ''} ({', '.join(map(str, found.seeds))})"
-    lines = [f"{found.table}: {found.about}", f"data: {found.data}; {found.rounds} rounds, {seeds}"]
+    lines = [f"{found.table}: {found.about}", f"data: {found.data}; {counted(found.rounds)}, {seeds}"]
     return lines + ([f"not finished, and left out: {', '.join(found.unfinished)}"] if found.unfinished else [])
 
 

@@ -197,6 +197,14 @@ def check_data(population: Population, model: Model) -> None:
     for name, part in (("test examples", population.test), ("validation examples", population.validation)):
         if part is not None:
             require(len(part.count_K) == population.clients, name, len(part.count_K), clients)
+    parts = [part for part in (population.train, population.test) if isinstance(part, Examples)]
+    labels = (population.server_y_N, *(part.y_N for part in parts))
+    for part in parts:
+        shape, bytes_too = part.x_N.shape[1:], (part.x_N.dtype == np.uint8) == (population.server_x_N.dtype == np.uint8)
+        require(shape == population.input_shape, "clients' inputs", shape, f"{population.input_shape}, as the server's")
+        require(bytes_too, "clients' inputs", part.x_N.dtype, "bytes where the server's are: those count as 0 to 1")
+    if model.loss is cross_entropy and any(y_N.dtype.kind not in "iub" for y_N in labels):
+        raise ValueError("labels must be whole numbers where the loss is cross_entropy")
     x_N = jax.ShapeDtypeStruct((2, *population.input_shape), jnp.float32)
     y_N = jax.ShapeDtypeStruct((2, *population.server_y_N.shape[1:]), population.server_y_N.dtype)
     outputs = jax.eval_shape(lambda key, x_N: model.apply(model.init(key), x_N, key), jax.random.key(0), x_N)
@@ -204,12 +212,6 @@ def check_data(population: Population, model: Model) -> None:
         found = jax.eval_shape(judge, outputs, y_N).shape
         require(found == (2,), f"the shape of the model's {name} for two examples", found, "one number for each")
     if model.loss is cross_entropy:
-        parts = (part for part in (population.train, population.test) if isinstance(part, Examples))
-        labels = (population.server_y_N, *(part.y_N for part in parts))
-        kinds = {np.asarray(y_N).dtype.kind for y_N in labels}
-        require(
-            kinds <= set("iub"), "labels", "numbers that are not whole", "whole numbers where the loss is cross_entropy"
-        )
         found = [int(extreme(y_N)) for y_N in labels if len(y_N) for extreme in (np.min, np.max)]
         classes = outputs.shape[-1]
         rule = f"from 0 to {classes - 1}, as the model has {classes} outputs"

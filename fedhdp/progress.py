@@ -11,7 +11,6 @@ from types import FrameType, TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
-from rich.table import Column
 
 from fedhdp.accounting import counted, rounded_up
 from fedhdp.experiments.run import Progress
@@ -27,12 +26,12 @@ class ProgressDisplay:
         self.console, self.stop, self.again = console, False, again
         self.live = console.is_terminal
         self.bars = Bars(
-            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, min_width=20)),
-            BarColumn(bar_width=24 if console.width >= 110 else 8),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=self._bar()),
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[note]}", markup=False, table_column=Column(ratio=1, no_wrap=True)),  # what is left
+            TextColumn("{task.fields[note]}", markup=False),
             console=console,
         )
         self.tasks: dict[int, TaskID] = {}  # by the number of the first variant
@@ -61,6 +60,15 @@ class ProgressDisplay:
         self.stop = True
         self.console.print("stopping after this round; once more stops at once", style="yellow")
 
+    def _bar(self) -> int:
+        return 24 if self.console.width >= 110 else 8
+
+    def _fitting(self, progress: Progress) -> str:
+        """As much of the note as the line has room for: what comes before it matters more."""
+        before = len(progress.variant) + self._bar() + 2 * len(str(progress.rounds)) + len(" 999.9 rounds/s 00:00 ") + 3
+        room = self.console.width - before
+        return self.note if len(self.note) <= room else f"{self.note[: room - 1]}…" if room > 10 else ""
+
     def watch(self, progress: Progress) -> bool:
         """Show where the run stands; False once it was asked to stop."""
         if progress.number not in self.tasks:
@@ -78,7 +86,9 @@ class ProgressDisplay:
             if ended or now - self.noted > NOTE_SECONDS:
                 self.note, self.noted = _note(progress), now
             task = self.tasks[progress.number]
-            self.bars.update(task, description=progress.variant, completed=progress.round, rate=speed, note=self.note)
+            self.bars.update(
+                task, description=progress.variant, completed=progress.round, rate=speed, note=self._fitting(progress)
+            )
         elif progress.round and (ended or now - self.said > PLAIN_SECONDS):
             self.said = now
             left = f"{(progress.rounds - progress.round) / rate:.0f} s left" if rate > 0 and not ended else ""

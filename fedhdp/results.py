@@ -197,7 +197,7 @@ class VariantFolder:
         path = self.path / HISTORY
         if not path.exists():
             return []
-        lines = path.read_text().split("\n")[:-1]
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         rows = []
         for number, line in enumerate(csv.reader(lines[1:]), start=2):
             try:

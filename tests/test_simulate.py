@@ -297,6 +297,8 @@ def test_data_that_does_not_fit_is_refused_and_not_found_out_by_wrong_numbers(po
     refused("test examples must be of 19 clients", test=fewer)
     refused("labels must be from 0 to 1, as the model has 2 outputs, got .0, 2.", mlp(12, 5, 2))
     refused("labels must be of the shape", server_y_N=population.server_y_N[:, None])
+    refused("clients' inputs must be .*as the server's", server_x_N=population.server_x_N[:, :-1])
+    refused("clients' inputs must be bytes where", server_x_N=population.server_x_N.astype(np.float32))
     refused("labels must be whole numbers", server_y_N=population.server_y_N.astype(np.float32))
     regression = linear(12, 1, loss=squared_error, score=squared_error)
     refused("targets must be of the shape .2, 1., which the outputs have, not .2,.", regression)

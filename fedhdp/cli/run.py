@@ -128,7 +128,7 @@ def _print_ledger(folder: Path) -> None:
     from fedhdp.ledger import Ledger
     from fedhdp.results import EXPERIMENT
 
-    experiment = from_toml((folder / EXPERIMENT).read_text(), str(folder / EXPERIMENT))
+    experiment = from_toml((folder / EXPERIMENT).read_text(encoding="utf-8"), str(folder / EXPERIMENT))
     if experiment.ledger is None or not Path(experiment.ledger).exists():
         return
     with Ledger(experiment.ledger, fits, read_only=True) as ledger:

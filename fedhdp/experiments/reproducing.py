@@ -76,7 +76,7 @@ def _fitted(out: Path, part: Part) -> list[Part]:
     here, number = part, 1
     while begun(out, here):
         path = out / here.folder / results.EXPERIMENT
-        there = from_toml(path.read_text(), str(path))
+        there = from_toml(path.read_text(encoding="utf-8"), str(path))
         same_name = [lacking.pop(variant.name, variant) for variant in there.variants]
         differing = _differences(there, replace(part.experiment, variants=tuple(same_name)))
         if differing:

@@ -66,7 +66,7 @@ def resume(out: Path, watch: Watch) -> Summary:
     with RunFolder.open(out) as folder:
         path = out / results.EXPERIMENT
         try:
-            experiment = from_toml(path.read_text(), str(path))
+            experiment = from_toml(path.read_text(encoding="utf-8"), str(path))
         except (OSError, ValueError) as error:
             hint = "one of a deployment goes on when its ServerApp is submitted again with this folder"
             raise results.DamagedRun(

@@ -362,7 +362,7 @@ def find(name: str, built_in: dict[str, Callable[[], Experiment]]) -> Experiment
     if not name.endswith(".toml"):
         raise ValueError(f"there is no experiment {name!r}; there are {', '.join(built_in)}, or give a file.toml")
     try:
-        found = from_toml(Path(name).read_text(), name)
+        found = from_toml(Path(name).read_text(encoding="utf-8"), name)
         at = found.ledger and str(Path(name).absolute().parent / found.ledger)
         return msgspec.structs.replace(found, ledger=at)
     except OSError as error:

@@ -101,7 +101,7 @@ class Folder(Memory):
         path = self.path / "identity"
         if not path.exists():
             write_whole(path, secrets.token_hex(16).encode())
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
 
     def personal(self) -> Arrays | None:
         """The personal model, if there is one yet."""

@@ -67,7 +67,7 @@ def read_runs(out: Path, table: str) -> tuple[list[Run], list[str]]:
     found, unfinished = [], []
     for path in sorted(out.glob(f"seed-*/*/{results.EXPERIMENT}"), key=lambda path: _order(*_place(path))):
         folder = path.parent
-        experiment = from_toml(path.read_text(), str(path))
+        experiment = from_toml(path.read_text(encoding="utf-8"), str(path))
         part = folder.name.partition(MORE)[0]
         if experiment.name != f"{table}/{part}":
             raise ValueError(f"{folder} holds {experiment.name!r}, not a part of {table}")

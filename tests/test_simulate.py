@@ -202,7 +202,9 @@ def test_an_update_counts_once_however_many_examples_are_behind_it():
 def test_a_client_whose_update_is_nan_contributes_nothing_and_is_counted(population):
     x_N = population.train.x_N.astype(np.float32) / 255
     x_N[population.train.start_K[5] :][: population.train.count_K[5]] = np.nan
-    ill = population._replace(train=population.train._replace(x_N=x_N))
+    test = population.test._replace(x_N=population.test.x_N / np.float32(255))
+    server = population.server_x_N / np.float32(255)
+    ill = population._replace(train=population.train._replace(x_N=x_N), test=test, server_x_N=server)
     everyone = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=1.0)
     simulation, state = final(ill, everyone, rounds=2)
     assert np.isfinite(np.asarray(state.server.theta_P)).all()

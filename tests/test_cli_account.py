@@ -214,6 +214,11 @@ def test_a_plan_is_a_table_for_people_and_json_for_programs(fedhdp, answer):
         assert part in words
 
 
+def test_a_delta_that_allows_to_show_somebody_whole_is_remarked_on(fedhdp):
+    assert "could be shown whole" not in fedhdp(*PLAN)[0]
+    assert "delta 0.01 with 2,000 clients: one who is drawn at random" in fedhdp(*PLAN, "--delta", "0.01")[0]
+
+
 def test_a_plan_is_written_as_an_experiment_with_its_levels_and_weights(fedhdp, answer):
     found = answer(*PLAN)
     experiment = from_toml(fedhdp(*PLAN, "--toml")[0], "plan.toml")

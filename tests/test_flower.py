@@ -957,6 +957,13 @@ def test_a_client_that_does_not_say_is_promised_the_strictest_level_also_where_a
     assert (promise.noise_multiplier, promise.sampling_rate) == (0.9, 0.01)
 
 
+def test_half_a_budget_is_an_error_and_nothing_is_sent(tmp_path):
+    node, wanted = one_client(tmp_path), deployment(tmp_path, levels=ALWAYS, rounds=1)
+    play_plain(InProcessGrid([node]), wanted)
+    reply = one_client(tmp_path, delta=1e-5).answer(heard(node, "train")[0])
+    assert "a delta and no epsilon" in reply.error.reason
+
+
 def test_a_budget_without_a_place_to_count_in_means_that_nothing_is_sent(tmp_path):
     grid, updates = InProcessGrid([Node(1, PLAIN, privacy="strict", epsilon=100.0)]), []
     grid.tamper = lambda message, reply, node: (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedhdp.accounting import counted
-from fedhdp.cli.show import console, in_short, print_json, table
+from fedhdp.cli.show import console, in_short, on_delta, print_json, table
 
 if TYPE_CHECKING:
     from fedhdp.accounting import Spend
@@ -248,6 +248,9 @@ def _print_table(answer: dict[str, Any]) -> None:
                 end_section=number == len(mechanism["groups"]) - 1,
             )
     out.print(shown)
+    groups = answer["mechanisms"][0]["groups"]
+    for line in on_delta(max(group["delta"] for group in groups), sum(group["clients"] for group in groups)):
+        out.print(line, style="yellow")
     if tuned:
         among = "each a row that promises the group something"
         out.print(f"tuned: {answer['tuning']}, {among}, by RDP, if nothing of the other trials is shown")

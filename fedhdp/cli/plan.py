@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedhdp.accounting import counted
-from fedhdp.cli.show import console, in_short, print_json, table
+from fedhdp.cli.show import console, in_short, on_delta, print_json, table
 
 if TYPE_CHECKING:
     from fedhdp.plan import Level, Plan, Reach
@@ -94,8 +94,11 @@ def _print(plan: Plan) -> None:
         )
     out.print(levels)
     out.print(
-        "z for each level's epsilon by PLD; say: its part of the weighted mean; Poisson sampling, add or remove one\n"
+        "z for each level's epsilon by PLD; say: its part of the weighted mean; Poisson sampling, add or remove one"
     )
+    for line in on_delta(plan.delta, plan.clients):
+        out.print(line, style="yellow")
+    out.print()
 
     out.print("What reaches the model, in clips (the mean update that is looked for is at most 1)")
     reaching = table(("",), ("noise a round,\na parameter", "on all", "noise in mean\nof all rounds", "error"))

@@ -30,6 +30,16 @@ def in_short(epsilon: float | None, otherwise: str = "–") -> str:
     return otherwise if epsilon is None else rounded_up(epsilon)
 
 
+def on_delta(delta: float, clients: int) -> list[str]:
+    """What is to be said of a delta that leaves room to give somebody's data away: nothing, where it does not."""
+    if delta * clients < 1:
+        return []
+    return [
+        f"delta {delta:g} with {clients:,} clients: one who is drawn at random could be shown whole within it; "
+        f"take one far below {1 / clients:.1g}"
+    ]
+
+
 def table(texts: Iterable[str], numbers: Iterable[str]) -> Table:
     """An empty table: columns of words, which may fold, then columns of numbers, which may not."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)

@@ -136,18 +136,21 @@ def _set_aside(kept: Memory, offer: Offer, promise: Promise, budget: Budget | No
 
 def _agree(kept: Memory, order: Order, level: str | None, context: Context) -> None:
     """Check what is promised, and that the round is paid for, or pay for it, before doing anything."""
+    budget = _budget(context)
     with kept.alone():
         promises = kept.promises()
         promise = check(order, promises.get(order.run), level)
         promise.seen = max(order.charged, promise.seen + 1)  # whatever the server says, none is trained in twice
         if promise.seen > promise.rounds:
-            kept.charge(order.run, promise.once(promise.seen - promise.rounds), _budget(context))
+            kept.charge(order.run, promise.once(promise.seen - promise.rounds), budget)
             promise.rounds = promise.seen
         kept.keep_promises(promises)
 
 
 def _budget(context: Context) -> Budget | None:
     epsilon, delta = context.node_config.get("epsilon"), context.node_config.get("delta")
+    if epsilon is None and delta is not None:
+        raise ValueError("the SuperNode's configuration has a delta and no epsilon: which budget is meant is not clear")
     return None if epsilon is None else Budget(float(epsilon), float(1e-5 if delta is None else delta))
 
 

@@ -18,7 +18,7 @@ from fedhdp.algorithms import dp_fedavg, non_private
 from fedhdp.client import LocalTraining
 from fedhdp.datasets.handwriting import OnDemand, handwriting
 from fedhdp.models import mlp
-from fedhdp.population import Examples, hold_out
+from fedhdp.population import Examples, examples, hold_out
 from fedhdp.simulate import Simulation, simulate_together
 from fedhdp.stores import size_classes
 
@@ -324,3 +324,15 @@ def test_two_processes_play_one_run_with_one_noise(population, tmp_path):
     np.testing.assert_allclose(one["own"], simulation.personal_models(state, np.flatnonzero(~state.new_K)), atol=1e-5)
     np.testing.assert_allclose(one["values"], [row.value for row in simulation.evaluate(state)[0]], atol=1e-4)
     assert np.abs(one["fresh"] - one["theta"]).max() > 1e-4
+
+
+def test_what_a_client_holds_out_does_not_depend_on_what_another_has(population):
+    def held_out(first: int) -> list[list[int]]:
+        sizes = [first, 12, 20, 30]
+        y_N = np.concatenate([np.arange(size) for size in sizes])  # each example by its number among its client's
+        train = examples(np.zeros((len(y_N), 12), np.uint8), y_N, sizes)
+        kept = hold_out(population._replace(train=train), 0.25, seed=3).validation
+        return [kept.y_N[start : start + count].tolist() for start, count in zip(kept.start_K, kept.count_K)][1:]
+
+    assert held_out(12) == held_out(7)
+    assert held_out(12)[1] != list(range(5))  # they are drawn

@@ -20,42 +20,19 @@ grow from run to run; a newcomer inherits what its group has spent, which is nev
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import math
-import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from fedhdp.ledger_file import LedgerError, LedgerFile
 from fedhdp.mechanism import SERVER, Mechanism, PrivacyGroup, require
 
 Spend = tuple[float, float, str, int]  # noise multiplier, sampling rate, sampler, rounds: accounting.Spend
 Fits = Callable[[Iterable[Spend], float, float], bool]  # do these stay within (epsilon, delta)?
-
-APPLICATION = 0x66686470  # "fhdp"
-VERSION = 3  # 2: registrations; 3: the population
-SCHEMA = """
-CREATE TABLE groups (
-  name TEXT PRIMARY KEY, first INTEGER NOT NULL, clients INTEGER NOT NULL, epsilon REAL, delta REAL);
-CREATE TABLE runs (
-  name TEXT PRIMARY KEY, started TEXT NOT NULL, mechanism TEXT NOT NULL, charged INTEGER NOT NULL DEFAULT 0);
-CREATE TABLE charges (
-  run TEXT NOT NULL REFERENCES runs, "group" TEXT NOT NULL REFERENCES groups, noise_multiplier REAL NOT NULL,
-  sampling_rate REAL NOT NULL, sampling TEXT NOT NULL, rounds INTEGER NOT NULL, latest TEXT NOT NULL,
-  PRIMARY KEY (run, "group", noise_multiplier, sampling_rate, sampling));
-CREATE INDEX charges_of_group ON charges ("group");
-"""
-ADDED = {  # by version, to older files too
-    2: 'CREATE TABLE registrations (client TEXT PRIMARY KEY, "group" TEXT NOT NULL REFERENCES groups, at TEXT NOT NULL)',
-    3: "CREATE TABLE population (told TEXT NOT NULL)",
-}
-
-
-class LedgerError(ValueError):
-    """A ledger that cannot be used, or must not be used like this; one line."""
 
 
 class BudgetError(LedgerError):
@@ -82,40 +59,12 @@ class Run(NamedTuple):
     charged: int
 
 
-class Ledger:
+class Ledger(LedgerFile):
     """An open ledger; a context manager. Made where there is none, unless it is to be read only."""
 
     def __init__(self, path: str | Path, fits: Fits, *, read_only: bool = False, patience: float = 60.0) -> None:
-        self.path = Path(path)
+        super().__init__(path, read_only=read_only, patience=patience)
         self._fits = fits
-        mode = "ro" if read_only else "rwc"
-        with self._in_words():
-            uri = f"{self.path.absolute().as_uri()}?mode={mode}"
-            self._db = sqlite3.connect(uri, uri=True, timeout=patience, isolation_level=None)
-        try:
-            with self._in_words():
-                self._db.execute("PRAGMA foreign_keys = ON")
-                # EXTRA: a power cut just after a commit does not bring the journal back, and with it the budget.
-                self._db.execute("PRAGMA synchronous = EXTRA")
-                new = self._recognise() == 0
-            if read_only and new:
-                raise LedgerError(f"{self.path}: not a ledger, but an empty file")
-            if not read_only:
-                with self._transaction():
-                    self._prepare()
-        except BaseException:
-            self._db.close()
-            raise
-
-    def __enter__(self) -> Ledger:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._db.close()
 
     def begin(
         self,
@@ -147,11 +96,15 @@ class Ledger:
             elif known[0] != text:
                 raise LedgerError(f"{self.path}: run {run!r} is there with another mechanism")
             charged = known[1] if known else 0
-            if charged < completed:
-                raise LedgerError(
-                    f"{self.path}: run {run!r} has completed {completed} rounds, but only {charged} are charged: "
-                    "this is an older copy of its ledger, or another's"
-                )
+            self.refuse_if_older(run, completed, charged)
+
+    def refuse_if_older(self, run: str, completed: int, charged: int) -> None:
+        """Refuse to be the ledger of a run that has completed more rounds than are charged here."""
+        if charged < completed:
+            raise LedgerError(
+                f"{self.path}: run {run!r} has completed {completed} rounds, but only {charged} are charged: "
+                "this is an older copy of its ledger, or another's"
+            )
 
     def charge(self, run: str, spends: Mapping[str, Spend]) -> None:
         """Charge each group for its next rounds, durably, or charge nobody and raise ``BudgetError``.
@@ -340,58 +293,6 @@ class Ledger:
                 f"{self.path}: group {absent[0]!r} was promised a budget and has not been in a run, while {new[0]!r} is "
                 f"new and was promised none; if they are not the same clients, promise {new[0]!r} a budget too"
             )
-
-    def _recognise(self) -> int:
-        """The version of the file, 0 where it is empty; a file that is no ledger, or a newer one, is refused."""
-        application, version, things = (
-            self._db.execute(question).fetchone()[0]
-            for question in ("PRAGMA application_id", "PRAGMA user_version", "SELECT COUNT(*) FROM sqlite_master")
-        )
-        if (application, version, things) != (0, 0, 0) and application != APPLICATION:
-            raise LedgerError(f"{self.path}: not a ledger, but another program's database")
-        if version > VERSION:
-            raise LedgerError(f"{self.path}: a ledger of version {version}; this fedhdp knows up to version {VERSION}")
-        return version
-
-    def _prepare(self) -> None:
-        """Make the tables that are missing; inside the transaction, since another process may have made them by now."""
-        version = self._recognise()
-        if version < VERSION:
-            added = [statement for since, statement in ADDED.items() if since > version]
-            for statement in (*(SCHEMA.split(";") if version == 0 else ()), *added):
-                self._db.execute(statement)
-            self._db.execute(f"PRAGMA user_version = {VERSION}")
-            self._db.execute(f"PRAGMA application_id = {APPLICATION}")
-        self._db.execute("DELETE FROM runs WHERE FALSE")  # a file that cannot be written says so now, not at a round
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """All or nothing, alone with the file from the first read on."""
-        with self._in_words():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
-
-    @contextlib.contextmanager
-    def _in_words(self) -> Iterator[None]:
-        """SQLite's errors as one line about this file."""
-        try:
-            yield
-        except sqlite3.Error as error:
-            words = {
-                "SQLITE_FULL": "no room left to charge a round: the disk is full",
-                "SQLITE_BUSY": "another run has held the ledger for too long",
-                "SQLITE_NOTADB": "not a ledger",
-                "SQLITE_CANTOPEN": "cannot be opened",
-                "SQLITE_READONLY": "cannot be written, so no round can be charged",
-            }
-            name = "_".join(getattr(error, "sqlite_errorname", "").split("_")[:2])
-            raise LedgerError(f"{self.path}: {words.get(name, 'damaged or unreadable')} ({error})") from error
 
 
 def _checked(group: str, spend: Spend) -> Spend:

@@ -33,7 +33,7 @@ Sampling = Literal["poisson", "fixed"]
 SERVER = "server"  # the name under which the server's own measurements stand beside the groups'
 MOST = 1e9  # of a multiplier, a weight, a pull or a clip: what is far beyond use would only overflow
 LEAST_WEIGHT, LEAST_CLIP = 1e-15, 1e-9  # so that their noise is never too small for single precision
-ROUNDING = 2.0**-24  # of a sum in single precision, at each number that is added
+LAST_DIGIT = 2.0**-24  # a number in single precision is rounded by up to this part of it
 UPWARDS = 1 + 2.0**-22  # rounding to single precision never leaves less noise than is owed
 
 
@@ -193,7 +193,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return 0.0
         most = {one: (n := self.cohort_of(one)) + 4 * math.sqrt(n) for one in self.groups}
         weight = sum(one.weight * clients for one, clients in most.items())
-        return group.weight + math.sqrt(sum(most.values())) * weight * ROUNDING
+        return group.weight + math.sqrt(sum(most.values())) * weight * LAST_DIGIT
 
     @property
     def update_noise(self) -> float:

@@ -7,7 +7,8 @@ import sqlite3
 import pytest
 
 from fedhdp.accounting import fits, spends
-from fedhdp.ledger import VERSION, Ledger, LedgerError
+from fedhdp.ledger import Ledger, LedgerError
+from fedhdp.ledger_file import VERSION
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 
 

@@ -16,7 +16,7 @@ import msgspec
 from fedhdp.accounting import Spend, compose, exposed, spend, spends
 from fedhdp.experiments.paying import BudgetSpent
 from fedhdp.flower.deployment import Deployment
-from fedhdp.ledger import BudgetError, Ledger, LedgerError
+from fedhdp.ledger import BudgetError, Ledger
 from fedhdp.mechanism import Mechanism
 from fedhdp.outcome import GroupResult, group_results
 
@@ -54,12 +54,7 @@ class Purse:
 
     def _turn(self) -> None:
         """Begin with the mechanism that is due, or go on with it; the ledger must know what was completed."""
-        completed = sum(stretch.rounds for stretch in self.stretches)
-        if self.charged < completed:
-            raise LedgerError(
-                f"{self.ledger.path}: run {self.run!r} has completed {completed} rounds, but only {self.charged} are "
-                "charged: this is an older copy of its ledger, or another's"
-            )
+        self.ledger.refuse_if_older(self.run, sum(stretch.rounds for stretch in self.stretches), self.charged)
         counts = Counter(self._members.values())
         due = self.deployment.mechanism(counts)
         groups = (replace(g, sampling_rate=0.0) if g.name in self.left_out else g for g in due.groups)

@@ -140,7 +140,7 @@ def _agree(kept: Memory, order: Order, level: str | None, context: Context) -> N
     with kept.alone():
         promises = kept.promises()
         promise = check(order, promises.get(order.run), level)
-        promise.seen = max(order.charged, promise.seen + 1)  # whatever the server says, none is trained in twice
+        promise.seen = max(order.charged, promise.seen + 1)  # whatever the server says, each time is a round
         if promise.seen > promise.rounds:
             kept.charge(order.run, promise.once(promise.seen - promise.rounds), budget)
             promise.rounds = promise.seen

@@ -25,6 +25,9 @@ CONFIDENCE, CLOSE = 0.95, 1.0  # points of accuracy within which a global model 
 SIBLINGS = {"noniid-mnist": "skewed-mnist", "skewed-mnist": "noniid-mnist"}
 
 
+BySeed = dict[Key, dict[int, dict[str, float]]]  # a row's numbers by column, for each seed
+
+
 class Cell(msgspec.Struct, frozen=True):
     """A number of ours, over seeds, beside the paper's."""
 
@@ -138,8 +141,8 @@ def compare(out: Path, table: str) -> Comparison:
         tuple(unfinished),
         lines,
         tuple(priced(runs)),
-        tuple(_orderings(out, table, lines, by_key)),
-        tuple(_notes(runs, lines, theirs) + _trained_again(by_run)),
+        tuple(_orderings(out, table, by_key)),
+        tuple(_notes(runs, lines, theirs) + _trained_again(by_run) + _unequal(by_key)),
         {line.key.part: OURS[line.key.part].about for line in lines if line.key.part in OURS},
         _seconds(runs),
         tuple(dict.fromkeys(run.machine for run in runs if run.machine is not None)),
@@ -167,19 +170,25 @@ def _order(key: Key) -> tuple:
     return part_order(key.part), *((pull, row) if key.part == "paper" else (row, pull))
 
 
-def _orderings(out: Path, table: str, lines: Iterable[Line], by_key: dict) -> list[Ordering]:
+def _orderings(out: Path, table: str, by_key: BySeed) -> list[Ordering]:
+    shared = {part: _shared_seeds(by_key, part) for part in {key.part for key in by_key}}
+    same = {
+        key: {seed: found[seed] for seed in shared[key.part] or found if seed in found} for key, found in by_key.items()
+    }
+    ours = _view((key, mean_of(list(found.values()))) for key, found in same.items())
     theirs, pair = (_papers_view(paper.TABLES.get(name)) for name in (table, SIBLINGS.get(table, "")))
     bar = papers_best(paper.TABLES[table]) if table in paper.TABLES else math.inf
-    return orderings(table, view(lines), views(by_key), theirs, _sibling(out, table), pair, bar)
+    return orderings(table, ours, views(same), theirs, _sibling(out, table), pair, bar)
 
 
-def view(lines: Iterable[Line]) -> View:
-    """The table as orderings are checked on it: each row's numbers, personal ones at the pull that is best for them."""
-    return _view((line.key, {name: cell.mean for name, cell in line.cells.items()}) for line in lines)
+def _shared_seeds(by_key: BySeed, part: str) -> list[int]:
+    """The seeds that all rows of a part have: who is above whom is a question about the same seeds."""
+    have = [set(found) for key, found in by_key.items() if key.part == part]
+    return sorted(set.intersection(*have))
 
 
-def views(by_key: dict[Key, dict[int, dict[str, float]]]) -> list[View]:
-    """The same for each seed by itself."""
+def views(by_key: BySeed) -> list[View]:
+    """What orderings are checked on, for each seed by itself."""
     seeds = sorted({seed for found in by_key.values() for seed in found})
     return [_view((key, found[seed]) for key, found in by_key.items() if seed in found) for seed in seeds]
 
@@ -193,6 +202,7 @@ def _papers_view(table: PaperTable | None) -> View:
 
 
 def _view(lines: Iterable[tuple[Key, dict[str, float]]]) -> View:
+    """The table as orderings are checked on it: each row's numbers, personal ones at the pull that is best for them."""
     found: View = {}
     for key, values in lines:
         row = found.setdefault((key.part, key.row if key.part in LEVELS else key.algorithm, key.weight), {})
@@ -209,7 +219,7 @@ def _sibling(out: Path, table: str) -> View:
         except (OSError, msgspec.MsgspecError):
             continue
         if other.table == SIBLINGS[table]:
-            return view(other.lines)
+            return _view((line.key, {name: cell.mean for name, cell in line.cells.items()}) for line in other.lines)
     return {}
 
 
@@ -220,6 +230,17 @@ def _trained_again(by_run: dict[Key, dict[int, list[dict[str, float]]]]) -> list
     return [
         "pulls of a seed were run in several portions, each with a global model of its own: its numbers are their mean"
     ]
+
+
+def _unequal(by_key: BySeed) -> list[str]:
+    """That some rows have more seeds than others."""
+    said = []
+    for part in dict.fromkeys(key.part for key in by_key):
+        have, shared = {key: found for key, found in by_key.items() if key.part == part}, _shared_seeds(by_key, part)
+        if any(len(found) > len(shared) for found in have.values()):
+            on = f"on seeds {', '.join(map(str, shared))}, which all have" if shared else "although no seed is in all"
+            said.append(f"rows of {part} have unequal seeds (those without ± have one): orderings compare them {on}")
+    return said
 
 
 def _notes(runs: list[Run], lines: Iterable[Line], table: PaperTable | None) -> list[str]:

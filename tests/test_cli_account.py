@@ -21,6 +21,7 @@ with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # t
     from fedhdp import cli
 
 DOCS = Path(__file__).parent.parent / "docs" / "privacy.md"
+APP = DOCS.parent.parent / "examples" / "flower_app"
 ROUNDS = ("--rounds", "500", "--delta", "1e-4")
 
 
@@ -186,6 +187,11 @@ def test_what_cannot_be_priced_is_said_in_one_line_that_names_it(fedhdp, changes
         (("account", "nothing"), "there is no experiment 'nothing'"),
         (("account", "nothing.toml"), "nothing.toml cannot be read"),
         (("account", "quickstart", "--epsilon", "3"), "takes no --epsilon 3"),
+        (("account", "."), r"pyproject.toml cannot be read"),
+        (("account", APP, "--epsilon", "3"), "it takes no --epsilon 3"),
+        (("account", APP, "--tuning-trials", "3"), "--tuning-trials is for experiments"),
+        (("account", APP, "--rounds", "0"), "rounds must be at least 1, got 0"),
+        (("account", APP.parent.parent / "pyproject.toml"), r"it has no \[tool.flwr.app.config\]"),
         (("plan", "--level", "strict:two:60%"), "--level must be .* got 'strict:two:60%'"),
         (("plan", "--level", "strict:2"), "--level must be .* got 'strict:2'"),
         (("plan", "--level", "strict:2:60%"), "shares must be .* got 0.6"),
@@ -199,6 +205,28 @@ def test_a_command_that_cannot_be_followed_says_so_in_one_line(fedhdp, monkeypat
     out, err, status = fedhdp(*arguments)
     assert (out, status, err.count("\n")) == ("", 2, 1)
     assert re.search(complaint, err)
+
+
+def test_a_flower_app_is_priced_level_by_level_before_anything_is_sent(fedhdp, answer, tmp_path):
+    found = answer("account", APP)
+    strict, relaxed, open_ = found["levels"]  # the strictest first: who says nothing gets it
+    assert [level["level"] for level in found["levels"]] == ["strict", "relaxed", "open"]
+    assert (strict["epsilon_pld"], relaxed["epsilon_pld"]) == (pytest.approx(2, rel=0.01), pytest.approx(8, rel=0.01))
+    assert strict["epsilon"] == accounting.epsilon_of(strict["noise_multiplier"], 0.8, 5, 1e-4)
+    assert (open_["opted_out"], open_["epsilon"]) == (True, None)
+    longer = answer("account", APP / "pyproject.toml", "--rounds", 50)
+    assert longer["levels"][0]["noise_multiplier"] > 2 * strict["noise_multiplier"]
+    changed = (APP / "pyproject.toml").read_text().replace("epsilon = 2.0", "noise-multiplier = 3.0\ndelta = 1e-6")
+    budget = "\n[tool.flwr.app.config.budgets.strict]\nepsilon = 4.0\ndelta = 1e-4\n"
+    (tmp_path / "pyproject.toml").write_text(changed + budget)
+    by_noise = answer("account", tmp_path)["levels"][0]
+    assert (by_noise["epsilon"], by_noise["delta"]) == (accounting.epsilon_of(3.0, 0.8, 5, 1e-6), 1e-6)
+    assert by_noise["budget"] == 4.0
+    words = fedhdp("account", APP)[0].splitlines()
+    page = (DOCS.parent / "deployment.md").read_text()
+    assert all(line.rstrip() in page for line in words[:6])
+    (tmp_path / "pyproject.toml").write_text(changed.replace("clip = 2.0", "clip = 2.0\nnoise-seed = 1"))
+    assert "nothing of this is promised" in fedhdp("account", tmp_path)[0]
 
 
 PLAN = ("plan", "--level", "none:inf:5%", "--level", "relaxed:8:35%", "--level", "strict:2:0.6")

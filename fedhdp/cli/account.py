@@ -1,8 +1,9 @@
-"""`fedhdp account`: what rounds cost, the noise that an epsilon needs, and what an experiment costs each of its groups."""
+"""`fedhdp account`: what rounds cost, the noise that an epsilon needs, what an experiment or an app costs each group."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,7 +20,11 @@ WIDEST = 40  # of the curve's bars, in characters
 
 def account(
     experiment: Annotated[
-        str | None, typer.Argument(metavar="[NAME or FILE.toml]", help="Price an experiment, group by group.")
+        str | None,
+        typer.Argument(
+            metavar="[NAME, FILE.toml or APP]",
+            help="Price an experiment, group by group, or the folder of a Flower app, level by level.",
+        ),
     ] = None,
     noise_multiplier: Annotated[
         float | None, typer.Option(help="Noise as a multiple of what one neighbour can change.")
@@ -40,7 +45,7 @@ def account(
     ] = math.inf,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Price a mechanism: the epsilon of some noise, the noise for an epsilon, or an experiment's groups.
+    """Price a mechanism: the epsilon of some noise, the noise for an epsilon, an experiment's groups, an app's levels.
 
     Examples:
 
@@ -49,6 +54,8 @@ def account(
     `fedhdp account --epsilon 3.6 --sampling-rate 0.05 --rounds 500 --accountant pld`
 
     `fedhdp account three-levels --json`
+
+    `fedhdp account examples/flower_app --rounds 50`
     """
     if tuning_trials is None and tuning_shape != math.inf:
         raise ValueError(f"--tuning-shape needs --tuning-trials, got {tuning_shape:g} and none")
@@ -63,7 +70,13 @@ def account(
     if experiment is not None:
         extra = [f"{name} {value}" for name, value in numbers.items() if value is not None]
         if extra:
-            raise ValueError(f"an experiment says its own noise, sampling and groups: {experiment} takes no {extra[0]}")
+            raise ValueError(f"{experiment} says its own noise, sampling and groups: it takes no {extra[0]}")
+        if Path(experiment).is_dir() or Path(experiment).name == "pyproject.toml":
+            if tuning is not None:
+                raise ValueError(f"--tuning-trials is for experiments: {experiment} is a Flower app, run once")
+            levels = _levels(experiment, rounds, delta)
+            print_json(levels) if json else _print_levels(levels)
+            return
         answer = _priced(_found(experiment, rounds, delta), tuning)
         print_json(answer) if json else _print_table(answer)
         return
@@ -128,14 +141,45 @@ def _answer(
     }
 
 
+def _given(rounds: int | None, delta: float | None) -> dict[str, Any]:
+    return {field: value for field, value in (("rounds", rounds), ("delta", delta)) if value is not None}
+
+
 def _found(name: str, rounds: int | None, delta: float | None) -> Experiment:
     import msgspec
 
     from fedhdp.experiments import EXPERIMENTS
     from fedhdp.experiments.spec import find
 
-    given = {field: value for field, value in (("rounds", rounds), ("delta", delta)) if value is not None}
-    return msgspec.structs.replace(find(name, EXPERIMENTS), **given)
+    return msgspec.structs.replace(find(name, EXPERIMENTS), **_given(rounds, delta))
+
+
+def _levels(app: str, rounds: int | None, delta: float | None) -> dict[str, Any]:
+    """Each level of a deployment: what it is promised, and what that costs a client of it over all rounds."""
+    from fedhdp.accounting import ADJACENCY, epsilon_of
+    from fedhdp.flower.deployment import from_app
+
+    offered = from_app(Path(app), **_given(rounds, delta))
+    promised = {group.name: group for group in offered.mechanism(dict.fromkeys(offered.levels, 1)).groups}
+    levels = []
+    for name in offered.strictness:
+        asked = (promised[name].noise_multiplier, promised[name].sampling_rate, offered.rounds, offered.delta_of(name))
+        budget = offered.budgets.get(name)
+        levels.append(
+            {
+                "level": name,
+                "opted_out": promised[name].opted_out,
+                "epsilon": epsilon_of(*asked),
+                "epsilon_pld": epsilon_of(*asked, "pld"),
+                "delta": asked[3],
+                "noise_multiplier": asked[0],
+                "sampling_rate": asked[1],
+                "weight": promised[name].weight,
+                "budget": budget and budget.epsilon,
+            }
+        )
+    basis = {"rounds": offered.rounds, "sampling": "poisson", "adjacency": ADJACENCY["poisson"]}
+    return {"deployment": offered.name, **basis, "repeatable": offered.repeatable, "levels": levels}
 
 
 def _priced(experiment: Experiment, tuning: tuple[float, float] | None) -> dict[str, Any]:
@@ -254,3 +298,31 @@ def _print_table(answer: dict[str, Any]) -> None:
     if tuned:
         among = "each a row that promises the group something"
         out.print(f"tuned: {answer['tuning']}, {among}, by RDP, if nothing of the other trials is shown")
+
+
+def _print_levels(answer: dict[str, Any]) -> None:
+    from fedhdp.accounting import SAMPLER
+
+    out = console()
+    rests = f"{SAMPLER[answer['sampling']]}, {answer['adjacency']}"
+    cost = "costs" if answer["rounds"] == 1 else "cost"
+    out.print(f"{answer['deployment']}: what {counted(answer['rounds'])} {cost} a client of each level ({rests})")
+    shown = table(("level",), ("q", "z", "weight", "delta", "ε RDP", "ε PLD", "budget"))
+    for number, level in enumerate(answer["levels"]):
+        shown.add_row(
+            level["level"] + ("" if number else " (of who does not say)"),
+            f"{level['sampling_rate']:g}",
+            f"{level['noise_multiplier']:.4g}",
+            f"{level['weight']:g}",
+            f"{level['delta']:g}",
+            in_short(level["epsilon"]),
+            in_short(level["epsilon_pld"]),
+            in_short(level["budget"]),
+        )
+    out.print(shown)
+    out.print(
+        "This is what is promised, whoever comes: others' choices may give a client more noise, not less. A server's ledger "
+        "counts by RDP, over all runs; rounds that a crash cut short are charged again."
+    )
+    if answer["repeatable"]:
+        out.print("noise or cohorts come from a given seed: nothing of this is promised", style="yellow")

@@ -8,8 +8,10 @@ clients have said which level they chose. It is read from a Flower app's ``run_c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -132,6 +134,29 @@ def from_run_config(run_config: Mapping[str, Any]) -> Deployment:
         return msgspec.convert(nested, Deployment)
     except msgspec.ValidationError as error:
         raise ValueError(f"run_config: {error}") from error
+
+
+def from_app(path: Path, **changed: Any) -> Deployment:
+    """Read a deployment from a Flower app, its folder or its pyproject.toml, with the changes of ``--run-config``."""
+    file = path / "pyproject.toml" if path.is_dir() else path
+    try:
+        app = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{file} is no TOML: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no Flower app with a configuration: it has no [tool.flwr.app.config]") from error
+    return from_run_config(dict(_flat(app)) | changed)
+
+
+def _flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """A table's values by their paths, which is how Flower hands them on."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{path}{key}.")
+        else:
+            yield path + key, value
 
 
 def to_toml(deployment: Deployment) -> bytes:

@@ -90,3 +90,14 @@ if __name__ == "__main__":
         for row in rows:
             if row.metric == "accuracy":  # the mean score, whatever it is
                 print(f"  {row.group:8} {row.model:9} {row.value:.3f}")
+
+    # Each clinic by itself: what it scores, and its own model as the function that it is.
+    scores = simulation.client_scores(state)
+    for number, name in enumerate(rules):
+        better = scores["personal"][:, number] > scores["global"][:, number]
+        print(f"{name}: their own models are better for {better.sum()} of {len(better)} clinics")
+    theta = simulation.engine.unravel(simulation.personal_models(state, clients=3, number=1)[0])
+    print(
+        "days that clinic 3 expects of its first patients:",
+        model.apply(theta, train.x_N[train.start_K[3] :][:3], None)[:, 0],
+    )

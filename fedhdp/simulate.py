@@ -1,9 +1,6 @@
 """The loop: cohort → round → evaluate now and then → history, on one machine.
 
-Randomness comes in one stream for each purpose, each a function of the seed and the round alone, so that a run resumes
-from any round. What privacy rests on, cohorts and noise, is drawn from the operating system's entropy unless a noise seed
-is given, which makes a run repeatable and not private. Mechanisms that are played together have the same cohorts, batches
-and initial model, so that comparisons are paired.
+Mechanisms that are played together have the same cohorts, batches and initial model, so that comparisons are paired.
 
 Axis letters: K clients of the population, P parameters.
 """
@@ -11,7 +8,6 @@ Axis letters: K clients of the population, P parameters.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -20,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.flatten_util import ravel_pytree
 from msgspec.structs import replace
 
@@ -35,6 +30,7 @@ from fedhdp.models import Array, Model, check_data
 from fedhdp.outcome import VariantResult, fill_in, group_results
 from fedhdp.personal import Packed, keep_personal
 from fedhdp.population import Population
+from fedhdp.randomness import BATCHES, COHORT, MODEL, NOISE, fresh, stream
 from fedhdp.server import ServerState, ServerStep
 from fedhdp.stores import (
     Seats,
@@ -48,13 +44,6 @@ from fedhdp.stores import (
     size_classes,
     table_of,
 )
-
-MODEL, COHORT, BATCHES, NOISE = range(1, 5)  # the streams; 0 is the data's
-
-
-def stream(seed: int, purpose: int, round: int, repeat: int = 0) -> np.ndarray:
-    """The key of one purpose in one round, as the two words that JAX's generator takes."""
-    return np.random.SeedSequence([seed, purpose, round, *([repeat] if repeat else [])]).generate_state(2)
 
 
 class State(NamedTuple):
@@ -161,7 +150,7 @@ class Simulation:
         and is used again. Where nothing is promised, it serves.
         """
         promised = self.noise_seed is None and not all(one.opted_out for m in self._mechanisms for one in m.groups)
-        entropy = [int(word) for word in self._fresh(4)] if promised else [self.seed, COHORT, round]
+        entropy = [int(word) for word in fresh(4)] if promised else [self.seed, COHORT, round]
         return server.sample_cohort(self.mechanism, np.random.default_rng(entropy))
 
     def play(self, state: State) -> State:
@@ -203,23 +192,32 @@ class Simulation:
         if state.done is not None and self.engine.devices > 1:
             state.done.block_until_ready()
 
-    def evaluate(self, state: State) -> list[list[Row]]:
-        """For each mechanism: the global, averaged and personal models, on the server's test set and on the clients' own."""
+    def client_scores(self, state: State) -> dict[str, np.ndarray]:
+        """What every kind of model scores on each client's own test examples: score_KV, a column for each mechanism.
+
+        The kinds are global, average, personal and chosen, as far as there are such; without examples a score is NaN.
+        """
         _refuse_what_is_used_up(state)
         self._settle(state)
-        names, runs, judge = [group.name for group in self.mechanism.groups], len(self.runs), self._judge
+        runs, judge = len(self.runs), self._judge
         score_KT = judge.on_clients(state.server.theta_P, state.personal, state.new_K)
-        on_server = {"global": judge.on_server(state.server.theta_P)}
-        by_client = {"global": score_KT[:, self.run_of]}
+        found = {"global": score_KT[:, self.run_of]}
         if self.step.average is not None:
-            average_RP = self._averages(state)
-            on_server["average"] = judge.on_server(average_RP)
-            by_client["average"] = judge.on_clients(average_RP, None, state.new_K)[:, self.run_of]
+            found["average"] = judge.on_clients(self._averages(state), None, state.new_K)[:, self.run_of]
         if self.store is not None:
-            by_client["personal"] = score_KT[:, runs:]
+            found["personal"] = score_KT[:, runs:]
             if self.population.validation is not None:
                 held_out_KT = judge.on_held_out(state.server.theta_P, state.personal, state.new_K)
-                by_client["chosen"] = chosen(self.run_of, held_out_KT[:, runs:], score_KT[:, runs:])
+                found["chosen"] = chosen(self.run_of, held_out_KT[:, runs:], score_KT[:, runs:])
+        return found
+
+    def evaluate(self, state: State, by_client: dict[str, np.ndarray] | None = None) -> list[list[Row]]:
+        """For each mechanism: all models on the server's test set, and by group on the clients' own (`client_scores`)."""
+        by_client = self.client_scores(state) if by_client is None else by_client
+        names, judge = [group.name for group in self.mechanism.groups], self._judge
+        on_server = {"global": judge.on_server(state.server.theta_P)}
+        if self.step.average is not None:
+            on_server["average"] = judge.on_server(self._averages(state))
         clip_R, refused_RG = np.asarray(state.server.clip), np.asarray(state.server.refused_G)
         found = []
         for v, r in enumerate(self.run_of):
@@ -302,12 +300,7 @@ class Simulation:
         """A key for each run: from a noise seed the same for all of a repeat, so that they are paired; else its own."""
         if self.noise_seed is not None:
             return [stream(self.noise_seed, NOISE, round, repeat) for repeat, _ in self.runs]
-        return list(self._fresh(2 * len(self.runs)).reshape(-1, 2))
-
-    def _fresh(self, words: int) -> np.ndarray:
-        """Words from the operating system's entropy; one draw for all processes that compute with them."""
-        fresh = np.frombuffer(os.urandom(4 * words), np.uint32)
-        return fresh if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(fresh))
+        return list(fresh(2 * len(self.runs)).reshape(-1, 2))
 
 
 def _refuse_what_is_used_up(state: State) -> None:
@@ -332,6 +325,9 @@ class Trained(NamedTuple):
     mechanism: Mechanism
     rounds: int
     parameters: dict[str, np.ndarray]  # the global model
+    scores: dict[
+        str, np.ndarray
+    ]  # each client's own, at the end, by the kind of model (see `Simulation.client_scores`)
     history: list[Row]
     repeatable: bool
 
@@ -384,9 +380,17 @@ def simulate_together(
         if on_round is not None:
             on_round(state)
         if state.round == rounds or (evaluate_every and state.round % evaluate_every == 0):
-            for history, rows in zip(histories, simulation.evaluate(state)):
+            scores = simulation.client_scores(state)
+            for history, rows in zip(histories, simulation.evaluate(state, scores)):
                 history += rows
     return [
-        Trained(one, rounds, simulation.parameters(state, number), histories[number], repeatable=noise_seed is not None)
+        Trained(
+            one,
+            rounds,
+            simulation.parameters(state, number),
+            {model: score_KV[:, number] for model, score_KV in scores.items()},
+            histories[number],
+            repeatable=noise_seed is not None,
+        )
         for number, one in enumerate(simulation.mechanisms)
     ]

@@ -14,8 +14,8 @@ import numpy as np
 from fedhdp.client import LocalTraining, shuffle
 from fedhdp.mechanism import AdaptiveClip, Mechanism
 from fedhdp.population import Population
+from fedhdp.randomness import BATCHES, COHORT, NOISE, stream
 from fedhdp.server import gaussian, sample_cohort
-from fedhdp.simulate import BATCHES, COHORT, NOISE, stream
 
 Network = dict[str, np.ndarray]  # w1, b1, w2, b2
 

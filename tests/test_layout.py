@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fedhdp"
 
 LEVELS = [  # each may import from those above it in this list, and nothing from those below or beside it
-    {"kernels", "ledger_file", "mechanism", "population"},
+    {"kernels", "ledger_file", "mechanism", "population", "randomness"},
     {"convolution", "descent"},
     {"models"},
     {"pace", "span"},
@@ -65,6 +65,11 @@ def imports() -> list[tuple[str, str]]:
                 names = [f"fedhdp.{alias.name}" for alias in node.names] if whole else [node.module]
                 found += [(str(path.relative_to(PACKAGE)), name) for name in names]
     return found
+
+
+def test_the_page_of_design_shows_these_layers():
+    shown = re.search(r"^```\n(cli\n.*?)^```", (ROOT / "docs" / "design.md").read_text(), flags=re.M | re.S)
+    assert [set(line.split()) for line in shown[1].splitlines()[::-1]] == LEVELS
 
 
 def part(file: str) -> str:

@@ -21,9 +21,10 @@ from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.metrics import group_rows
 from fedhdp.models import Model, correct, linear, mlp, squared_error
 from fedhdp.population import Population, examples
+from fedhdp.randomness import BATCHES, COHORT, NOISE, stream
+from fedhdp.randomness import MODEL as START
 from fedhdp.server import ServerStep
-from fedhdp.simulate import BATCHES, COHORT, NOISE, Simulation, simulate, stream
-from fedhdp.simulate import MODEL as START
+from fedhdp.simulate import Simulation, simulate
 
 TRAINING = LocalTraining(epochs=2, batch_size=4, learning_rate=0.3, decay=0.5, decay_every=2)
 MODEL = mlp(12, 5, 3)
@@ -389,6 +390,20 @@ def test_metrics_are_those_of_a_plain_loop(population):
             assert rows[group.name, model, "variance"] == pytest.approx(np.var(mine), abs=1e-6)
             assert rows[group.name, model, "worst_decile"] == pytest.approx(min(mine), abs=1e-6)
         first += group.clients
+
+
+def test_scores_of_single_clients_are_those_of_which_groups_have_the_means(population):
+    trained = simulate(population, MODEL, CHOSEN, TRAINING, ServerStep(average=0.5), rounds=2, seed=3, noise_seed=1)
+    assert set(trained.scores) == {"global", "personal", "average"}
+    rows = {(r.group, r.model, r.metric): r.value for r in trained.history}
+    group_K = CHOSEN.group_of_clients
+    for model, score_K in trained.scores.items():
+        assert score_K.shape == (population.clients,)
+        for number, group in enumerate(CHOSEN.groups):
+            mine = score_K[group_K == number]
+            assert rows[group.name, model, "accuracy"] == pytest.approx(mine.mean())
+            assert rows[group.name, model, "variance"] == pytest.approx(mine.var())
+    assert (trained.scores["global"] != trained.scores["personal"]).any()
 
 
 def test_the_worst_decile_of_thirty_clients_is_the_mean_of_three():

@@ -17,7 +17,7 @@ from fedhdp.client import Clients, LocalTraining, as_floats, client_updates, coo
 from fedhdp.flower.client_app import Trainer
 from fedhdp.flower.messages import Arrays
 from fedhdp.models import Model, Parameters
-from fedhdp.simulate import BATCHES, MODEL, stream
+from fedhdp.randomness import BATCHES, MODEL, stream
 
 
 def named(parameters: Parameters) -> Arrays:

@@ -9,7 +9,6 @@ Axis letters: P parameters, G groups.
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -44,8 +43,8 @@ from fedhdp.flower.registry import Registry
 from fedhdp.flower.spending import Purse
 from fedhdp.mechanism import SERVER, Terms
 from fedhdp.metrics import Row, group_rows
+from fedhdp.randomness import COHORT, NOISE, fresh, stream
 from fedhdp.server import ServerState, Sums
-from fedhdp.simulate import COHORT, NOISE, stream
 
 ABSENT, DECLINED, FAILED = "absent", "declined", "failed"
 
@@ -275,5 +274,5 @@ class FedHDP(Strategy):
 
     def _noise_key(self) -> jax.Array:
         seed = self.deployment.noise_seed
-        words = np.frombuffer(os.urandom(8), np.uint32) if seed is None else stream(seed, NOISE, self.round)
+        words = fresh(2) if seed is None else stream(seed, NOISE, self.round)
         return jax.random.wrap_key_data(jnp.asarray(words))

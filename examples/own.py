@@ -95,9 +95,7 @@ if __name__ == "__main__":
     scores = simulation.client_scores(state)
     for number, name in enumerate(rules):
         better = scores["personal"][:, number] > scores["global"][:, number]
-        print(f"{name}: their own models are better for {better.sum()} of {len(better)} clinics")
+        print(f"with weights {name}, their own models are better for {better.sum()} of {len(better)} clinics")
     theta = simulation.engine.unravel(simulation.personal_models(state, clients=3, number=1)[0])
-    print(
-        "days that clinic 3 expects of its first patients:",
-        model.apply(theta, train.x_N[train.start_K[3] :][:3], None)[:, 0],
-    )
+    days = model.apply(theta, train.x_N[train.start_K[3] :][:3], None)[:, 0]
+    print("what clinic 3 expects for its first patients:", ", ".join(f"{one:.1f}" for one in days))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -471,7 +472,11 @@ def test_the_example_that_brings_its_own_data_and_model_runs():
     said = subprocess.run([sys.executable, example], capture_output=True, text=True, check=True).stdout
     *priced, _ = said.split("all alike\n")[0].split("\n")
     assert [line.split(":")[0] for line in priced] == ["none", "some", "strong"]
-    for of_rule in said.split("all alike\n")[1].split("by their noise\n"):
+    tables, *of_clinics = said.split("all alike\n")[1].partition("with weights")
+    for of_rule in tables.split("by their noise\n"):
         scores = {tuple(line.split()[:2]): float(line.split()[2]) for line in of_rule.splitlines()}
         assert len(scores) == 7
         assert all(scores[name, "personal"] > scores[name, "global"] + 0.1 for name in ("none", "some", "strong"))
+    better = re.findall(r"their own models are better for (\d+) of 600 clinics", "".join(of_clinics))
+    assert len(better) == 2
+    assert min(map(int, better)) > 300

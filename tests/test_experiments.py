@@ -539,13 +539,17 @@ def test_a_half_written_file_is_never_read_as_a_whole_one(tmp_path, monkeypatch)
 
 
 BAD = {
-    "an unknown key": ("seed = 1", "sede = 1", r"unknown field sede = 1"),
+    "an unknown key": ("seed = 1", "sede = 1", r"unknown field sede = 1; did you mean seed\?"),
     "an unknown key in a group": (
         "weight = 0.1",
         "wieght = 0.1",
         r"unknown field mechanism\.groups\[1\]\.wieght = 0\.1",
     ),
-    "a wrong type": ("epochs = 1", 'epochs = "many"', r"training\.epochs: .*\('many'\)"),
+    "a wrong type": ("epochs = 1", 'epochs = "many"', r"training\.epochs must be a whole number, got 'many'"),
+    "a table that is none": ("rounds = 12", "rounds = 12\nserver = 1", r"server must be a table, got 1"),
+    "a key left out": ("rounds = 12", "", r"rounds is missing$"),
+    "a key of a group left out": ("clients = 15\n", "", r"mechanism\.groups\[1\]\.clients is missing"),
+    "a number or a table": ("hidden = 8", "hidden = [8]", r"model\.hidden must be a whole number, got \[8\]"),
     "a negative number": ("noise_multiplier = 0.0", "noise_multiplier = -1.0", r"noise_multiplier must be .*got -1\.0"),
     "not a number": ("learning_rate = 0.1", "learning_rate = nan", r"learning_rate must be .*got nan"),
     "a sampling rate above 1": ("sampling_rate = 0.3", "sampling_rate = 1.5", r"sampling_rate must be .*got 1\.5"),

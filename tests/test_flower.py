@@ -1020,7 +1020,7 @@ def test_a_deployment_is_read_from_flat_keys_and_what_is_wrong_is_named():
     assert read.levels["opted out"] == Level(0.5, epsilon=math.inf)
     assert read.training.epochs == 2
     assert read.strictest == "strict"
-    with pytest.raises(ValueError, match="unknown field `epoch`"):
+    with pytest.raises(ValueError, match=r"run_config: unknown field training\.epoch = 3; did you mean epochs\?"):
         from_run_config(flat_keys | {"training.epoch": 3})
     with pytest.raises(ValueError, match="either a noise_multiplier or an epsilon"):
         from_run_config(flat_keys | {"levels.strict.epsilon": 3.0})

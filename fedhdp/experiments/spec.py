@@ -10,6 +10,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -308,25 +309,29 @@ def from_toml(text: str, where: str) -> Experiment:
     try:
         return msgspec.convert(raw, Experiment)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{where}: {_in_words(str(error), raw)}") from error
+        raise ValueError(f"{where}: {in_words(str(error), raw)}") from error
 
 
-def _in_words(message: str, raw: Any) -> str:
-    """A validation message with the field by its path and, where the message has it not, the value."""
+def in_words(message: str, raw: Any) -> str:
+    """A validation message in a user's words: the field by its path, what it must be, and what it is."""
     complaint, _, place = message.partition(" - at `")
     path = place.removeprefix("key in ").lstrip("$.").rstrip("`")
-    value = raw
+    value, prefix = raw, f"{path}." if path else ""
     for part in re.findall(r"[^.\[\]]+", path):
         value = value[int(part)] if isinstance(value, list) else value.get(part) if isinstance(value, dict) else None
-    unknown = re.search(r"unknown field `(.*)`", complaint)
-    if unknown:
-        prefix = f"{path}." if path else ""
-        return f"unknown field {prefix}{unknown[1]} = {value.get(unknown[1])!r}"
+    if unknown := re.search(r"unknown field `(.*)`", complaint):
+        alike = get_close_matches(unknown[1], FIELDS, 1)
+        hint = f"; did you mean {alike[0]}?" if alike and alike != [unknown[1]] else ""
+        return f"unknown field {prefix}{unknown[1]} = {value.get(unknown[1])!r}{hint}"
+    if missing := re.search(r"missing required field `(.*)`", complaint):
+        return f"{prefix}{missing[1]} is missing"
     last = re.sub(r"\[\d+\]", "", path).rpartition(".")[2]
     if complaint.startswith("Invalid enum value") and last in CHOICES:
         return f"{path} must be one of {', '.join(CHOICES[last])}, got {value!r}"
-    given = "" if "got" in complaint and isinstance(value, dict | list) else f" ({value!r})"
-    return f"{path}: {complaint}{given}" if path else complaint
+    if wrong := re.fullmatch(r"Expected `(.*)`, got `.*`", complaint):
+        kinds = " or ".join(KINDS.get(kind, kind) for kind in wrong[1].split(" | ") if kind != "null")
+        return f"{path or 'the whole'} must be {kinds}, got {value!r}"
+    return f"{path}: {complaint}" if path else complaint
 
 
 def _choices(type_: Any) -> list[str]:
@@ -335,12 +340,21 @@ def _choices(type_: Any) -> list[str]:
     return [repr(one) for one in args] if get_origin(type_) is Literal else [c for one in args for c in _choices(one)]
 
 
-CHOICES = {
-    field.name: found
-    for struct in (Handwriting, Mnist, Femnist, WantedMechanism, ServerStep, Experiment)
-    for field in msgspec.structs.fields(struct)
-    if (found := _choices(field.type))
+KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "object": "a table",
+    "array": "a list",
 }
+PARTS = (WantedGroup, WantedMechanism, AdaptiveClip, LocalTraining, ServerStep, Variant, LifetimeBudget)
+FIELDS = {
+    field.name: field
+    for struct in (Handwriting, Mnist, Femnist, Mlp, Cnn, Linear, *PARTS, Experiment)
+    for field in msgspec.structs.fields(struct)
+}
+CHOICES = {name: found for name, field in FIELDS.items() if (found := _choices(field.type))}
 
 
 def to_toml(experiment: Experiment) -> str:

@@ -18,7 +18,7 @@ import msgspec
 import tomli_w
 
 from fedhdp.client import LocalTraining
-from fedhdp.experiments.spec import LifetimeBudget, WantedGroup, WantedMechanism, WhenSpent, without_none
+from fedhdp.experiments.spec import LifetimeBudget, WantedGroup, WantedMechanism, WhenSpent, in_words, without_none
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, PrivacyGroup, require
 from fedhdp.server import ServerStep
 
@@ -133,7 +133,7 @@ def from_run_config(run_config: Mapping[str, Any]) -> Deployment:
     try:
         return msgspec.convert(nested, Deployment)
     except msgspec.ValidationError as error:
-        raise ValueError(f"run_config: {error}") from error
+        raise ValueError(f"run_config: {in_words(str(error), nested)}") from error
 
 
 def from_app(path: Path, **changed: Any) -> Deployment:

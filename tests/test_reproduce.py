@@ -277,6 +277,49 @@ def test_a_folder_that_another_experiment_made_is_refused_and_left_alone(toy, tm
     assert "DP-FedAvg+Ditto" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("table", "words", "complaint"),
+    [
+        ("noniid-mnist", ("--seeds", "1-1", "--rounds", 4), "rounds differ"),
+        ("noniid-mnist", ("--seeds", "1-1", "--batches", "all"), "training differ"),
+        ("noniid-mnist", ("--seeds", "1-1", "--sampling", "poisson"), "mechanism differ"),
+        ("noniid-mnist", ("--rows", "momentum", "--rounds", 4), "rounds differ"),
+        ("noniid-mnist", ("--rows", "chosen-pull", "--batches", "all"), "training differ"),
+        ("skewed-mnist", ("--seeds", "1-1"), "holds 'noniid-mnist/paper', not a part of skewed-mnist"),
+    ],
+)
+def test_what_cannot_be_compared_is_not_run_into_one_table(toy, tmp_path, monkeypatch, capsys, table, words, complaint):
+    made_up(tmp_path / "out", "noniid-mnist", 1, "dp-fedavg")
+    out = ("--out", tmp_path / "out", "--data", "handwriting")
+    monkeypatch.setattr(reproducing.runs, "run", lambda *_: pytest.fail("it ran"))
+    rows = () if "--rows" in words else ("--rows", "dp-fedavg")
+    assert command(monkeypatch, table, *rows, *words, *out) == 2
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert said.count("\n") == 1
+
+
+def test_a_folder_of_parts_that_cannot_be_compared_is_not_drawn(tmp_path):
+    made_up(tmp_path, "noniid-mnist", 2, "dp-fedavg,pld,chosen-pull")  # what they may differ in, they do
+    assert paper_tables.compare(tmp_path, "noniid-mnist").seeds == (0, 1)
+    for folder in ("seed-1/paper", "seed-0/pld"):
+        path = tmp_path / folder / results.EXPERIMENT
+        whole = path.read_text()
+        path.write_text(whole.replace("rounds = 500", "rounds = 400"))
+        with pytest.raises(
+            ValueError, match=r"cannot stand in one table .*: rounds differ from what noniid-mnist/paper"
+        ):
+            paper_tables.compare(tmp_path, "noniid-mnist")
+        path.write_text(whole)
+
+
+def test_a_table_is_not_kept_in_a_file(toy, tmp_path, monkeypatch, capsys):
+    (tmp_path / "out").write_text("mine")
+    assert command(monkeypatch, "noniid-mnist", "--out", tmp_path / "out") == 2
+    assert "is a file: name a folder" in capsys.readouterr().err
+    assert (tmp_path / "out").read_text() == "mine"
+
+
 def test_rows_and_pulls_can_be_added_to_what_is_there(toy, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     words = ("noniid-mnist", "--out", out, "--json")

@@ -61,14 +61,32 @@ def begun(out: Path, part: Part) -> bool:
 
 def refuse_what_is_not_ours(out: Path) -> None:
     """A table is drawn up in a folder of its own: what else is in one is not written over."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file: name a folder")
     if out.is_dir() and any(out.iterdir()) and not any(out.glob("seed-*")):
         what = "holds a run" if (out / results.EXPERIMENT).exists() else "is not empty, and holds no table"
         raise ValueError(f"--out {out} {what}: name another folder")
 
 
+def mixed(one: Experiment, other: Experiment) -> list[str]:
+    """The fields in which two parts differ that cannot stand in one table: all but what makes a seed, row or part."""
+    if one.name == other.name:
+        return _differences(one, other, {"seed", "noise_seed", "variants"})
+    same_share = replace(one, data=replace(one.data, validation=other.data.validation))
+    return _differences(same_share, other, {"name", "seed", "noise_seed", "variants", "mechanism", "server"})
+
+
 def fitted(out: Path, parts: Iterable[Part]) -> list[Part]:
     """The parts as a folder has them: what was begun there goes on, and what it lacks of a part is one more."""
-    return [one for part in parts for one in _fitted(out, part)]
+    asked = list(parts)
+    for path in sorted(out.glob(f"seed-*/*/{results.EXPERIMENT}")):
+        there = from_toml(path.read_text(encoding="utf-8"), str(path))
+        for part in asked:
+            table = part.experiment.name.partition("/")[0]
+            if there.name.partition("/")[0] != table:
+                raise ValueError(f"{path.parent} holds {there.name!r}, not a part of {table}; give another --out")
+            _refuse_other(path.parent, mixed(there, part.experiment))
+    return [one for part in asked for one in _fitted(out, part)]
 
 
 def _fitted(out: Path, part: Part) -> list[Part]:
@@ -78,12 +96,7 @@ def _fitted(out: Path, part: Part) -> list[Part]:
         path = out / here.folder / results.EXPERIMENT
         there = from_toml(path.read_text(encoding="utf-8"), str(path))
         same_name = [lacking.pop(variant.name, variant) for variant in there.variants]
-        differing = _differences(there, replace(part.experiment, variants=tuple(same_name)))
-        if differing:
-            raise ValueError(
-                f"{path.parent} was made by another experiment: {', '.join(differing)} differ; give another --out, "
-                "ask for what it has, or draw what is there with --render"
-            )
+        _refuse_other(path.parent, _differences(there, replace(part.experiment, variants=tuple(same_name))))
         found.append(here._replace(experiment=there))
         number += 1
         here = part._replace(name=f"{part.name}{MORE}{number}")
@@ -92,9 +105,18 @@ def _fitted(out: Path, part: Part) -> list[Part]:
     return found
 
 
-def _differences(one: Experiment, other: Experiment) -> list[str]:
-    """The fields in which two experiments differ, but those that change nothing in what is measured."""
-    idle = {"about", "checkpoint_seconds"}
+def _refuse_other(folder: Path, differing: list[str]) -> None:
+    """A folder whose experiment differs in these fields is of another one."""
+    if differing:
+        raise ValueError(
+            f"{folder} was made by another experiment: {', '.join(differing)} differ; give another --out, "
+            "ask for what it has, or draw what is there with --render"
+        )
+
+
+def _differences(one: Experiment, other: Experiment, but: Iterable[str] = ()) -> list[str]:
+    """The fields in which two experiments differ, but these and those that change nothing in what is measured."""
+    idle = {"about", "checkpoint_seconds", *but}
     fields = (name for name in Experiment.__struct_fields__ if name not in idle)
     return [name for name in fields if getattr(one, name) != getattr(other, name)]
 

@@ -19,7 +19,7 @@ from fedhdp import results
 from fedhdp.accounting import compose, spends
 from fedhdp.experiments.own import LEVELS, OURS, Own
 from fedhdp.experiments.quickstart import OPTED_OUT, PRIVATE
-from fedhdp.experiments.reproducing import MACHINE, MORE, Machine
+from fedhdp.experiments.reproducing import MACHINE, MORE, Machine, mixed
 from fedhdp.experiments.spec import Experiment, from_toml
 from fedhdp.mechanism import Mechanism
 from fedhdp.outcome import ACCOUNTING, GroupResult, Summary, VariantResult, group_results
@@ -64,13 +64,18 @@ class Priced(msgspec.Struct, frozen=True):
 
 def read_runs(out: Path, table: str) -> tuple[list[Run], list[str]]:
     """The parts of a table that are done, and the names of those that are not."""
-    found, unfinished = [], []
+    found, unfinished, first_of = [], [], dict[str, Experiment]()
     for path in sorted(out.glob(f"seed-*/*/{results.EXPERIMENT}"), key=lambda path: _order(*_place(path))):
         folder = path.parent
         experiment = from_toml(path.read_text(encoding="utf-8"), str(path))
         part = folder.name.partition(MORE)[0]
         if experiment.name != f"{table}/{part}":
             raise ValueError(f"{folder} holds {experiment.name!r}, not a part of {table}")
+        first_of.setdefault(part, experiment)
+        for other in (first_of[part], *list(first_of.values())[:1]):
+            if differing := mixed(experiment, other):
+                said = f"{', '.join(differing)} differ from what {other.name} of seed {other.seed} has"
+                raise ValueError(f"{folder} cannot stand in one table with the rest of {out}: {said}")
         if not (folder / results.SUMMARY).exists():
             unfinished.append(f"{folder.parent.name}/{folder.name}")
             continue

@@ -23,7 +23,7 @@ import pytest
 
 import fedhdp.cli
 from fedhdp.accounting import fits
-from fedhdp.datasets import directory, download, mnist, stored
+from fedhdp.datasets import directory, download, mnist, stored, tff
 from fedhdp.datasets.directory import File, data_directory
 from fedhdp.datasets.femnist import femnist
 from fedhdp.datasets.handwriting import handwriting
@@ -46,7 +46,8 @@ def quiet(what: str, done: int, total: int) -> None:
 
 @pytest.fixture(autouse=True)
 def data(tmp_path, monkeypatch) -> Path:
-    """An empty data directory."""
+    """An empty data directory; and TFF's dataset is as small as `tff_file` makes it."""
+    monkeypatch.setattr(tff, "CLIENTS", {"digits": 4, "all": 6})
     monkeypatch.setenv("FEDHDP_DATA", str(tmp_path / "data"))
     return tmp_path / "data"
 
@@ -359,6 +360,30 @@ def test_tffs_sqlite_that_is_not_whole_is_refused_and_what_was_there_stays(tmp_p
     assert femnist("tff").clients == 6
 
 
+def test_tffs_sqlite_with_values_that_cannot_be_is_refused_in_a_line(tmp_path, data):
+    path = tmp_path / "bad.sqlite"
+    for change, complaint in (
+        ("UPDATE examples SET serialized_example_proto = NULL", "its message is None, not bytes"),
+        ("UPDATE examples SET serialized_example_proto = 'hello'", "its message is 'hello', not bytes"),
+        ("UPDATE client_metadata SET num_examples = NULL", "client_metadata says None examples for client 'c0'"),
+        ("UPDATE client_metadata SET num_examples = 'abc'", "client_metadata says 'abc' examples"),
+        ("UPDATE client_metadata SET num_examples = 3000000000", "client_metadata says 3000000000 examples"),
+        ("UPDATE client_metadata SET num_examples = 2000000000", "says more examples than its [0-9,]+ bytes hold"),
+        (
+            "DELETE FROM client_metadata WHERE client_id = 'c3'",
+            "not whole: 3 clients in digits_only_train, where TFF has 4",
+        ),
+    ):
+        path.unlink(missing_ok=True)
+        tff_file(path)
+        with sqlite3.connect(path) as file:
+            file.execute(change)
+        file.close()
+        with pytest.raises(ValueError, match=f"bad.sqlite.*{complaint}"):
+            import_files([path], quiet)
+    assert not (data / "emnist-tff").exists()
+
+
 # --- LEAF's JSON ---
 
 
@@ -424,6 +449,9 @@ def test_leafs_shards_that_are_damaged_are_refused(tmp_path, data):
         (text.replace("0.0", "2.0"), "1.json, client u2: pixels must be between 0 and 1"),
         (text.replace("[3]", "[]"), "1.json is damaged: its users"),
         (text.replace("u2", "u1"), "1.json: client u1 is in another shard, too"),
+        (text.replace("[3]", "[1000000000000]"), "1.json is damaged: num_samples says 1000000000000 of client u2"),
+        (text.replace("[3]", "[-3]"), "1.json is damaged: num_samples says -3 of client u2"),
+        (text.replace("[3]", "[0]"), "1.json, client u2: images .3, 784. and 3 labels, not 0"),
         ("", "1.json is damaged, or is no shard of LEAF"),
         ("{}", "1.json is damaged, or is no shard of LEAF"),
         ("\ufeff" + text, "1.json is damaged, or is no shard of LEAF"),
@@ -435,6 +463,22 @@ def test_leafs_shards_that_are_damaged_are_refused(tmp_path, data):
     shard(tmp_path / "train" / "0.json", {"u1": 2})
     with pytest.raises(ValueError, match="must be train and test, or all not split yet, but these are 1 all, 1 train"):
         import_files([good, tmp_path / "train"], quiet)
+    assert not (data / "femnist-leaf").exists()
+
+
+def test_a_shard_of_leaf_that_is_missing_is_missed(tmp_path, data):
+    for number in range(3):
+        shard(tmp_path / "all_data" / f"all_data_{number}.json", {f"u{number}": 2})
+        for part in ("train", "test"):
+            shard(tmp_path / "split" / part / f"all_data_{number}_niid_0_keep_0_{part}_9.json", {f"u{number}": 2})
+    (tmp_path / "all_data" / "all_data_1.json").unlink()
+    with pytest.raises(ValueError, match="all_data_1 is missing among LEAF's all shards"):
+        import_files([tmp_path / "all_data"], quiet)
+    (tmp_path / "split" / "test" / "all_data_2_niid_0_keep_0_test_9.json").unlink()
+    with pytest.raises(ValueError, match="all_data_2 is missing among LEAF's test shards"):
+        import_files([tmp_path / "split"], quiet)
+    with pytest.raises(ValueError, match="import the folder of the ones or of the others"):
+        import_files([tmp_path], quiet)
     assert not (data / "femnist-leaf").exists()
 
 
@@ -474,6 +518,9 @@ def test_an_npz_that_is_short_or_wrong_is_refused(tmp_path, data):
         ({"is_test": np.zeros(5, bool)}, "all images are to train"),
         ({"client_ids": np.array(["a", "b", "c"])}, "3 client_ids, but images of 2 clients"),
         ({"images": np.zeros((5, 28, 27), np.uint8)}, "not 28x28 bytes"),
+        ({"client": np.array([0.0, 0.0, 0.5, 1.0, 1.0])}, "client is float64, not whole numbers"),
+        ({"labels": np.uint8(5)}, r"labels has the shape \(\)"),
+        ({"client_ids": np.array("a")}, r"client_ids has the shape \(\)"),
     ):
         npz(path, **changes)
         with pytest.raises(ValueError, match=f"some.npz.*{complaint}"):
@@ -486,6 +533,47 @@ def test_an_npz_that_is_short_or_wrong_is_refused(tmp_path, data):
     with pytest.raises(ValueError, match=r"some.npz: test is int64 .9999,., not one whole number for each of MNIST's"):
         import_files([path], quiet)
     assert not data.exists()
+
+
+def test_an_npz_with_any_byte_changed_is_refused_or_read_never_a_traceback(tmp_path, data):
+    path = tmp_path / "some.npz"
+    npz(path)
+    whole, rng, said = path.read_bytes(), np.random.default_rng(1), []
+    for at in rng.integers(0, len(whole), 150):
+        path.write_bytes(whole[:at] + bytes(rng.integers(0, 256, 2, np.uint8)) + whole[at + 2 :])
+        try:
+            import_files([path], quiet)
+        except ValueError as error:
+            said.append(str(error))
+    assert len(said) > 100
+    assert all("some.npz" in one and "\n" not in one for one in said)
+
+
+def test_what_else_is_in_a_folder_is_left_alone_and_said(tmp_path, data, monkeypatch, capsys):
+    folder = tmp_path / "downloads"
+    folder.mkdir()
+    npz(folder / "some.npz")
+    with sqlite3.connect(folder / "aa.db") as file:
+        file.execute("CREATE TABLE bookmarks(url TEXT)")
+    file.close()
+    (folder / "users.json").write_text('{"users": ["me"], "theme": "dark"}')
+    (folder / "broken.gz").write_bytes(b"\x1f\x8b\x08nothing")
+    (folder / "broken.npz").write_bytes((folder / "some.npz").read_bytes()[:500])
+    assert run(monkeypatch, "data", "import", str(folder)) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"femnist-330: now in {data}\nfemnist-330: 2 clients, 3 images to train, 2 to test\n")
+    left = [line.partition(": ")[2] for line in printed.err.splitlines() if line.startswith("left alone")]
+    assert [Path(line.split()[0]).name for line in left] == ["broken.gz", "broken.npz", "users.json"]
+    with pytest.raises(ValueError, match=r"aa\.db is no file of a known source"):
+        import_files([folder / "aa.db"], quiet)
+
+
+def test_what_was_kept_before_a_source_failed_is_said(tmp_path, data):
+    npz(tmp_path / "some.npz")
+    tff_file(tmp_path / "tff.sqlite", wrong_count=1)
+    with pytest.raises(ValueError, match=r"tff.sqlite is not whole .*\(kept before that: femnist-330\)"):
+        import_files([tmp_path], quiet)
+    assert femnist("330").clients == 2
 
 
 # --- what is kept ---
@@ -686,7 +774,7 @@ def test_the_command_line_downloads_checks_and_keeps_mnist(server, tmp_path, mon
     files = tuple(file._replace(urls=(server.url + file.name,)) for file in known.files)
     monkeypatch.setitem(directory.SOURCES, "mnist", known._replace(files=files))
     assert run(monkeypatch, "data", "download", "mnist") == 0
-    assert capsys.readouterr().out == f"mnist: now in {data}\n"
+    assert capsys.readouterr().out == f"mnist: now in {data}\nmnist: 600 images to train, 300 to test\n"
     assert mnist.mnist(clients=60, samples=10, test_samples=5).clients == 60
     assert not list(data.rglob("*.gz*"))
 
@@ -711,11 +799,13 @@ def test_the_command_line_takes_the_checksum_that_it_is_given(server, tmp_path, 
 def test_the_command_line_lists_what_is_there_and_what_is_missing(tmp_path, monkeypatch, capsys, data):
     npz(tmp_path / "some.npz")
     assert run(monkeypatch, "data", "import", str(tmp_path)) == 0
-    assert capsys.readouterr().out == f"femnist-330: now in {data}\n"
+    held = "2 clients, 3 images to train, 2 to test"
+    assert capsys.readouterr().out == f"femnist-330: now in {data}\nfemnist-330: {held}\n"
     assert run(monkeypatch, "data") == 0
     text = capsys.readouterr().out
     assert f"data directory: {data}" in text
     assert "femnist-330: present" in text
+    assert f"  here: {held}\n" in text
     assert "mnist: missing" in text
     assert "fedhdp data download mnist" in text
     assert run(monkeypatch, "data", "list", "--json") == 0
@@ -723,6 +813,15 @@ def test_the_command_line_lists_what_is_there_and_what_is_missing(tmp_path, monk
     there = {one["name"]: one["present"] for one in answer["sources"]}
     assert there == {name: name == "femnist-330" for name in directory.SOURCES}
     assert all(url.startswith("https://") for one in answer["sources"] for file in one["files"] for url in file["urls"])
+
+
+def test_the_data_directory_can_be_named_on_the_command_line(tmp_path, monkeypatch, capsys, data):
+    npz(tmp_path / "some.npz")
+    monkeypatch.setenv("FEDHDP_DATA", str(data))  # given back afterwards
+    assert run(monkeypatch, "--data-directory", str(tmp_path / "there"), "data", "import", str(tmp_path)) == 0
+    assert f"now in {tmp_path / 'there'}" in capsys.readouterr().out
+    assert (tmp_path / "there" / "femnist-330").is_dir()
+    assert not data.exists()
 
 
 @pytest.mark.parametrize(
@@ -733,6 +832,7 @@ def test_the_command_line_lists_what_is_there_and_what_is_missing(tmp_path, monk
         (("import", str(Path(__file__).parent)), "nothing in .* is known here"),
         (("download", "cifar"), "there is no source 'cifar'; there are mnist"),
         (("download", "femnist-330"), "femnist-330 is not offered for download"),
+        (("download", "emnist-tff", "--sha256", "zzz"), "--sha256 must be 64 hexadecimal digits, got 'zzz'"),
         (("download", "mnist", "--sha256", "00"), "--sha256 is for a source of one file"),
     ],
 )

@@ -6,7 +6,9 @@ One module for each command or family of commands; each is imported when it is a
 from __future__ import annotations
 
 import io
+import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import click
@@ -14,6 +16,7 @@ import typer
 
 import fedhdp
 from fedhdp.cli import account, data, ledger, plan, reproduce, run, theory
+from fedhdp.datasets.directory import VARIABLE
 
 app = typer.Typer(
     name="fedhdp",
@@ -64,5 +67,14 @@ def _top(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    data_directory: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where real data is kept; default what FEDHDP_DATA says, or fedhdp in the user's cache.",
+            file_okay=False,
+        ),
+    ] = None,
 ) -> None:
-    pass
+    if data_directory is not None:
+        os.environ[VARIABLE] = str(data_directory)

@@ -31,9 +31,10 @@ def _default(context: typer.Context) -> None:
 def list_data(json: Json = False) -> None:
     """List what is in the data directory, what is missing, and where each comes from.
 
-    The directory is what the environment variable `FEDHDP_DATA` says, or `fedhdp` in the user's cache.
+    The directory is what `fedhdp --data-directory DIR` or the environment variable `FEDHDP_DATA` says, or `fedhdp` in the
+    user's cache.
 
-    Example: `fedhdp data list --json`
+    Examples: `fedhdp data list --json`, `fedhdp --data-directory /big/disk data import ~/Downloads/mnist`
     """
     from fedhdp.datasets.directory import SOURCES, data_directory
 
@@ -51,8 +52,11 @@ def import_data(
     """
     from fedhdp.datasets.importing import import_files
 
+    left: list[str] = []
     with Shown() as shown:
-        names = import_files(paths, shown.progress)
+        names = import_files(paths, shown.progress, left=left)
+    for line in left:
+        shown.console.print(f"left alone: {line}", style="yellow", soft_wrap=True)
     _print_kept(names)
 
 
@@ -78,7 +82,7 @@ def download(
 def _standing(name: str) -> dict[str, Any]:
     """What is known of a source, and what is there of it."""
     from fedhdp.datasets.directory import SOURCES, data_directory
-    from fedhdp.datasets.stored import contents
+    from fedhdp.datasets.stored import contents, holds
 
     source, damage, found = SOURCES[name], None, None
     try:
@@ -91,6 +95,7 @@ def _standing(name: str) -> dict[str, Any]:
         "about": source.about,
         "origin": source.origin,
         "present": found is not None,
+        "holds": holds(found) if found else None,
         "damaged": damage,
         "bytes": sum(file.stat().st_size for file in kept),
         "made_from": found.files if found else {},
@@ -108,6 +113,8 @@ def _print(answer: dict[str, Any]) -> None:
         out.print(f"\n{one['name']}: {state}", style="bold" if one["present"] else "")
         out.print(f"  {one['about']}", soft_wrap=True)
         out.print(f"  from: {one['origin']}", soft_wrap=True)
+        if one["holds"]:
+            out.print(f"  here: {one['holds']}", soft_wrap=True)
         if one["damaged"]:
             out.print(f"  {one['damaged']}", soft_wrap=True)
         elif not one["present"]:
@@ -121,6 +128,8 @@ def _print_kept(names: list[str]) -> None:
     from fedhdp.datasets.directory import data_directory
 
     console().print(f"{', '.join(names)}: now in {data_directory()}", soft_wrap=True)
+    for name in names:
+        console().print(f"{name}: {_standing(name)['holds']}", soft_wrap=True)
 
 
 class Shown:

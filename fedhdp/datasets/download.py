@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +26,8 @@ def download(source: Source, progress: Progress, sha256: str | None = None, dire
         raise ValueError(f"{source.name} is not offered for download: {source.origin}")
     if sha256 is not None and len(source.files) != 1:
         raise ValueError(f"--sha256 is for a source of one file, but {source.name} has {len(source.files)}")
+    if sha256 is not None and not re.fullmatch("[0-9a-f]{64}", sha256):
+        raise ValueError(f"--sha256 must be 64 hexadecimal digits, got {sha256!r}")
     folder = directory / "downloads" / source.name
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):

@@ -70,13 +70,17 @@ def ink(paper_N: np.ndarray) -> np.ndarray:
 def store_npz(path: Path, arrays: dict[str, np.ndarray], sha256: str, directory: Path | None = None) -> None:
     """Keep the 330 writers."""
     image_N, label_N, client_N, is_test_N = (arrays[name] for name in ("images", "labels", "client", "is_test"))
-    for name in ("images", "labels", "client", "is_test"):
-        if len(arrays[name]) != len(image_N):
+    for name in ("images", "labels", "client", "is_test", "client_ids"):
+        if arrays[name].ndim != (3 if name == "images" else 1):
+            raise ValueError(f"{path} is damaged: {name} has the shape {arrays[name].shape}")
+        if name != "client_ids" and len(arrays[name]) != len(image_N):
             raise ValueError(f"{path} is damaged: {len(image_N)} images, but {len(arrays[name])} entries of {name}")
     if image_N.shape[1:] != (SIDE, SIDE) or image_N.dtype != np.uint8 or is_test_N.dtype != bool:
         raise ValueError(f"{path}: images are {image_N.dtype} {image_N.shape}, not 28x28 bytes, or is_test is not bool")
     if label_N.dtype.kind not in "iu" or not 0 <= label_N.min(initial=0) <= label_N.max(initial=0) < CLASSES:
         raise ValueError(f"{path}: labels are not all whole numbers from 0 to {CLASSES - 1}")
+    if client_N.dtype.kind not in "iu":
+        raise ValueError(f"{path}: client is {client_N.dtype}, not whole numbers")
     known = len(arrays["client_ids"])
     present_K = np.unique(client_N)
     if not np.array_equal(present_K, np.arange(known)):

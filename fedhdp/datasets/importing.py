@@ -22,23 +22,29 @@ _NPZ = {
 }
 
 
-class NotMnist(ValueError):
-    """An idx file, whole, that is none of MNIST's."""
+def import_files(
+    paths: Iterable[Path], progress: Progress, directory: Path | None = None, left: list[str] | None = None
+) -> list[str]:
+    """Keep all that is recognised among these files and folders; the names of the sources that are there now.
 
-
-def import_files(paths: Iterable[Path], progress: Progress, directory: Path | None = None) -> list[str]:
-    """Keep all that is recognised among these files and folders; the names of the sources that are there now."""
+    What looks like data in a folder and cannot be used is left alone, and why is added to ``left``.
+    """
     directory, paths = directory or data_directory(), list(paths)
     found: dict[str, list[Path]] = {}
-    strangers: list[str] = []
+    strangers = [] if left is None else left
     for given in paths:
         _search(given, found, strangers, progress)
     if not found:
         said = strangers[0] if strangers else f"nothing in {', '.join(map(str, paths))} is known here"
         raise ValueError(f"{said}; known are {', '.join(SOURCES)}")
+    kept: list[str] = []
     for name, files in found.items():
-        _store(name, files, strangers, progress, directory)
-    return list(found)
+        try:
+            _store(name, files, strangers, progress, directory)
+        except ValueError as error:
+            raise ValueError(f"{error} (kept before that: {', '.join(kept)})" if kept else str(error)) from error
+        kept.append(name)
+    return kept
 
 
 def _search(given: Path, found: dict[str, list[Path]], strangers: list[str], progress: Progress) -> None:
@@ -49,7 +55,9 @@ def _search(given: Path, found: dict[str, list[Path]], strangers: list[str], pro
     for number, path in enumerate(files, start=1):
         try:
             name = recognise(path)
-        except NotMnist as error:
+            if name == "femnist-leaf" and path != given and not leaf.is_where_shards_are(path):
+                raise ValueError(f"{path} begins like a shard of LEAF, but is neither named nor placed like one")
+        except ValueError as error:
             if path == given:
                 raise
             strangers.append(str(error))
@@ -70,9 +78,9 @@ def recognise(path: Path) -> str | None:
     """The source that a file belongs to, by its content; None if none. A damaged file is refused."""
     with open(path, "rb") as file:
         head = file.read(512)
-    if head.startswith(tff.SQLITE) and head[68:72] != bytes(4):  # a database of a program that says which it is
-        return None
-    if head.startswith(tff.SQLITE) or (head.startswith((tff.XZ, tff.LZMA_ALONE)) and _unpacks_to_sqlite(path)):
+    if head.startswith(tff.SQLITE):
+        return "emnist-tff" if tff.is_tff(path) else None
+    if head.startswith((tff.XZ, tff.LZMA_ALONE)) and _unpacks_to_sqlite(path):
         return "emnist-tff"
     if head.startswith(b"PK\x03\x04") and path.suffix == ".npz":
         return _npz_source(path)
@@ -101,7 +109,7 @@ def _names(path: Path) -> set[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             return {name.removesuffix(".npy") for name in archive.namelist()}
-    except zipfile.BadZipFile as error:
+    except Exception as error:  # a damaged archive can be anything to who reads it
         raise ValueError(f"{path} is damaged or ends too early: {error}") from error
 
 
@@ -124,7 +132,7 @@ def _mnist_name(path: Path) -> str | None:
         if sha256 == file.content_sha256:
             return file.name
     shape = "x".join(map(str, mnist.parse_idx(raw, path).shape))
-    raise NotMnist(f"{path} is an idx file of {shape} bytes, but none of MNIST's: its sha256 is {sha256}")
+    raise ValueError(f"{path} is an idx file of {shape} bytes, but none of MNIST's: its sha256 is {sha256}")
 
 
 def _store(name: str, files: list[Path], strangers: list[str], progress: Progress, directory: Path) -> None:
@@ -155,8 +163,8 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+    except Exception as error:  # of zlib, zipfile or numpy, down to its reader of headers
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
 def file_sha256(path: Path) -> str:

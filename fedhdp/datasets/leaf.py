@@ -41,6 +41,11 @@ def part_of(path: Path) -> str:
     return path.parent.name if path.parent.name in ("train", "test") else "all"
 
 
+def is_where_shards_are(path: Path) -> bool:
+    """Whether a file is named as LEAF names shards, or lies in a folder of theirs."""
+    return path.name.startswith("all_data") or path.parent.name in ("train", "test", "all_data")
+
+
 def store_leaf(paths: dict[Path, str], progress: Progress, directory: Path | None = None) -> None:
     """Keep LEAF's FEMNIST from its shards, each with its sha256."""
     shards: dict[str, list[Path]] = {}
@@ -49,7 +54,11 @@ def store_leaf(paths: dict[Path, str], progress: Progress, directory: Path | Non
     if set(shards) not in ({"train", "test"}, {"all"}):
         held = ", ".join(f"{len(those)} {part}" for part, those in sorted(shards.items()))
         where = min(paths).parent
-        raise ValueError(f"{where}: shards of LEAF must be train and test, or all not split yet, but these are {held}")
+        raise ValueError(
+            f"{where}: shards of LEAF must be train and test, or all not split yet, but these are {held}; "
+            "import the folder of the ones or of the others"
+        )
+    _refuse_gaps(shards)
     counts: dict[str, dict[str, int]] = {part: {} for part in shards}
     for done, path in enumerate(sorted(paths), start=1):
         _count(path, counts[part_of(path)])
@@ -57,6 +66,19 @@ def store_leaf(paths: dict[Path, str], progress: Progress, directory: Path | Non
     sums = {f"{path.parent.name}/{path.name}": sha256 for path, sha256 in paths.items()}
     with stored.writing("femnist-leaf", sums, directory) as writer:
         _store(sorted(paths), counts, writer, progress)
+
+
+def _refuse_gaps(shards: dict[str, list[Path]]) -> None:
+    """LEAF numbers its shards from 0, and those to train as those to test: one that is missing is missed."""
+    numbers = {
+        part: {int(found[1]) for path in those if (found := re.match(r"all_data_(\d+)", path.name))}
+        for part, those in shards.items()
+    }
+    last = max((number for have in numbers.values() for number in have), default=-1)
+    for part, have in numbers.items():
+        if have and (missing := set(range(last + 1)) - have):
+            where = shards[part][0].parent
+            raise ValueError(f"{where} is not whole: all_data_{min(missing)} is missing among LEAF's {part} shards")
 
 
 def _shard(path: Path) -> _Shard:
@@ -74,12 +96,16 @@ def _count(path: Path, counts: dict[str, int]) -> None:
     for user, count in zip(shard.users, shard.num_samples):
         if user in counts:
             raise ValueError(f"{path}: client {user} is in another shard, too")
+        if not 0 <= count * PIXELS <= path.stat().st_size:  # a pixel is a character at least
+            raise ValueError(f"{path} is damaged: num_samples says {count} of client {user}")
         counts[user] = count
 
 
 def _images(path: Path, user: str, raw: msgspec.Raw, count: int) -> tuple[np.ndarray, np.ndarray]:
     try:
         data = msgspec.json.decode(raw, type=_User)
+        if not (count or data.x or data.y):
+            return np.empty((0, SIDE, SIDE), np.uint8), np.empty(0, np.uint8)
         x_N = np.array(data.x, np.float32)
         if x_N.shape != (count, PIXELS) or len(data.y) != count:
             raise ValueError(f"images {x_N.shape} and {len(data.y)} labels, not {count} of {PIXELS} pixels")
@@ -113,10 +139,10 @@ def _store(paths: list[Path], counts: dict[str, dict[str, int]], writer: stored.
     place = {user: number for number, user in enumerate(users)}
     for done, path in enumerate(paths, start=1):
         for user, raw in _shard(path).user_data.items():
-            if user not in place:
-                continue
             part = part_of(path)
             images = _images(path, user, raw, counts[part][user])
+            if user not in place:
+                continue
             is_test_N = np.full(len(images[1]), part == "test")
             if part == "all":
                 is_test_N = nine_tenths(np.zeros(len(images[1]), int), np.random.default_rng([0, place[user]]))

@@ -55,12 +55,23 @@ def contents(name: str, directory: Path | None = None) -> Contents | None:
         held = f"{found.source} of version {found.version}"
         raise ValueError(f"{path} holds {held}, but {name} of version {VERSION} is wanted; import it again")
     for array, expected in found.arrays.items():
-        file = path.with_name(f"{array}.npy")
-        least = int(np.prod(expected.shape)) * np.dtype(expected.dtype).itemsize
-        size = file.stat().st_size if file.exists() else 0
-        if size < least:
-            raise ValueError(f"{file} is damaged: {size} bytes, not the {least} and more of {name}; import it again")
+        _mapped(path.with_name(f"{array}.npy"), expected)
     return found
+
+
+def holds(found: Contents) -> str:
+    """How much is there, in words."""
+    said = []
+    for name, array in found.arrays.items():
+        if name.endswith("train_x"):
+            prefix = name.removesuffix("train_x")
+            train, test = array.shape[0], found.arrays[f"{prefix}test_x"].shape[0]
+            clients = found.arrays.get(f"{prefix}train_count")
+            of = f"{clients.shape[0]:,} clients, " if clients else ""
+            said.append(
+                f"{prefix.removesuffix('_')}{': ' if prefix else ''}{of}{train:,} images to train, {test:,} to test"
+            )
+    return "; ".join(said) or ", ".join(f"{name}: {array.shape[0]:,}" for name, array in found.arrays.items())
 
 
 def read(name: str, directory: Path | None = None) -> dict[str, np.ndarray]:

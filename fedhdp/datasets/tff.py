@@ -11,6 +11,7 @@ from __future__ import annotations
 import lzma
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
@@ -26,6 +27,7 @@ SPLITS = {
     "all_train": "all_train",
     "all_test": "all_test",
 }
+CLIENTS = {"digits": 3383, "all": 3400}  # of the whole dataset
 BATCH = 4096
 XZ, LZMA_ALONE, SQLITE = b"\xfd7zXZ\0", b"\x5d\0\0", b"SQLite format 3\0"
 
@@ -49,6 +51,19 @@ def store_tff(path: Path, sha256: str, progress: Progress, directory: Path | Non
         finally:
             connection.close()
             unpacked.unlink(missing_ok=True)
+
+
+def is_tff(path: Path) -> bool:
+    """Whether a SQLite database has the tables of TFF's; a damaged one is refused."""
+    _refuse_short(path, path)
+    try:
+        with closing(
+            sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1", uri=True)
+        ) as connection:
+            tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+            return {"examples", "client_metadata"} <= {name for (name,) in tables}
+    except sqlite3.Error as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def _unpack(path: Path, unpacked: Path, progress: Progress) -> None:
@@ -92,6 +107,8 @@ class _Part:
         row = self.next.get(client, -1)
         if row < 0 or row == self.end[client]:
             raise ValueError(f"client {client} has more examples than client_metadata says")
+        if not isinstance(message, bytes):
+            raise ValueError(f"its message is {message!r}, not bytes")
         pixels, label = parse_example(message)
         self.next[client] = row + 1
         self.pixels.append(pixels)
@@ -145,6 +162,8 @@ def _counts(connection: sqlite3.Connection, path: Path) -> dict[str, dict[str, i
     found: dict[str, dict[str, int]] = {}
     rows = connection.execute("SELECT split_name, client_id, num_examples FROM client_metadata ORDER BY client_id")
     for split, client, count in rows:
+        if not isinstance(client, str) or not isinstance(count, int) or not 0 <= count < 2**31:
+            raise ValueError(f"{path} is damaged: client_metadata says {count!r} examples for client {client!r}")
         found.setdefault(split, {})[client] = count
     for split in SPLITS.values():
         if not sum(found.get(split, {}).values()):
@@ -153,7 +172,16 @@ def _counts(connection: sqlite3.Connection, path: Path) -> dict[str, dict[str, i
         train, test = found[SPLITS[f"{name}_train"]], found[SPLITS[f"{name}_test"]]
         if strangers := test.keys() - train.keys():
             raise ValueError(f"{path}: client {min(strangers)} has test examples but none to train")
+        if len(train) != CLIENTS[name]:
+            split = SPLITS[f"{name}_train"]
+            raise ValueError(f"{path} is not whole: {len(train):,} clients in {split}, where TFF has {CLIENTS[name]:,}")
         found[SPLITS[f"{name}_test"]] = {client: test.get(client, 0) for client in train}
+    promised = 4 * PIXELS * sum(sum(found[split].values()) for split in SPLITS.values())
+    ((pages, size),) = connection.execute("SELECT page_count, page_size FROM pragma_page_count, pragma_page_size")
+    if promised > pages * size:
+        raise ValueError(
+            f"{path} is not whole: client_metadata says more examples than its {pages * size:,} bytes hold"
+        )
     return {name: found[split] for name, split in SPLITS.items()}
 
 

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from fedhdp.client import LocalTraining
 from fedhdp.datasets import stored
+from fedhdp.datasets.femnist import Origin, femnist
 from fedhdp.experiments.quickstart import OPTED_OUT, PAPER_TRAINING, PRIVATE
 from fedhdp.experiments.spec import (
     Cnn,
@@ -114,10 +115,8 @@ class Part(NamedTuple):
         return f"seed-{self.seed}/{self.name}"
 
 
-def _in_leaf(classes: Literal[10, 62], most: int) -> Femnist:
-    from fedhdp.datasets.femnist import femnist
-
-    return Femnist(min(most, len(femnist("leaf", classes).train.count_K)), "leaf", classes)
+def _all_there(origin: Origin, classes: Literal[10, 62], most: int) -> Femnist:
+    return Femnist(min(most, femnist(origin, classes).clients), origin, classes)
 
 
 def _one_digit(split: Literal["one_digit", "skewed"]) -> dict[str, Choice]:
@@ -130,7 +129,7 @@ def _one_digit(split: Literal["one_digit", "skewed"]) -> dict[str, Choice]:
 def _by_writer(classes: Literal[10, 62], clients: int, writers: Choice) -> dict[str, Choice]:
     return {
         "tff": Choice("TFF's federated EMNIST", ("emnist-tff",), lambda: Femnist(clients, "tff", classes)),
-        "leaf": Choice("LEAF's FEMNIST", ("femnist-leaf",), lambda: _in_leaf(classes, clients)),
+        "leaf": Choice("LEAF's FEMNIST", ("femnist-leaf",), lambda: _all_there("leaf", classes, clients)),
         "writers": writers,
         "handwriting": Choice(
             "the embedded handwriting in the sizes of TFF's clients",
@@ -141,7 +140,7 @@ def _by_writer(classes: Literal[10, 62], clients: int, writers: Choice) -> dict[
 
 
 MNIST_WRITERS = Choice("MNIST by its 836 writers", ("mnist", "mnist-writers"), lambda: Mnist(836, split="by_writer"))
-FEMNIST_WRITERS = Choice("330 writers of FEMNIST", ("femnist-330",), lambda: Femnist(330, "330"))
+FEMNIST_WRITERS = Choice("real writers of FEMNIST", ("femnist-330",), lambda: _all_there("330", 62, 330))
 SLOWER = LocalTraining(epochs=50, batch_size=20, learning_rate=0.01, decay=0.9, decay_every=50)
 STEADY = LocalTraining(epochs=25, batch_size=20, learning_rate=0.02)
 NONIID = ("noniid_mnist", 3.6, 2000, 0.05, 1.5, 0.5, PAPER_TRAINING, _one_digit("one_digit"))

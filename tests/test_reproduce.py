@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -177,9 +178,10 @@ def test_bad_options_are_refused_in_one_line_before_anything_is_run(words, said,
 
 
 def test_data_is_the_papers_where_it_is_there_and_else_the_nearest(monkeypatch):
-    present = {"mnist", "mnist-writers", "femnist-330"}
+    present, there = {"mnist", "mnist-writers", "femnist-330"}, {"330": 330, "leaf": 3500}
     monkeypatch.setattr(paper.stored, "contents", lambda name: name in present or None)
     monkeypatch.setattr(paper.stored, "read", lambda name: {})
+    monkeypatch.setattr(paper, "femnist", lambda origin, classes: SimpleNamespace(clients=there[origin]))
     found = {name: paper.choose_data(table.choices, "auto") for name, table in TABLES.items()}
     assert found["noniid-mnist"] == Mnist(2000)
     assert found["skewed-mnist"] == Mnist(2000, split="skewed")
@@ -190,6 +192,10 @@ def test_data_is_the_papers_where_it_is_there_and_else_the_nearest(monkeypatch):
         assert "a substitute for TFF's federated EMNIST" in paper.stands_for(TABLES[name], found[name])
         groups = paper.groups_of(TABLES[name], found[name])
         assert sum(group.clients * group.sampling_rate for group in groups) == pytest.approx(100, abs=0.1)
+    there["330"] = 150
+    assert paper.choose_data(TABLES["femnist"].choices, "writers") == Femnist(150, "330")
+    present |= {"femnist-leaf"}
+    assert paper.choose_data(TABLES["femnist"].choices, "auto") == Femnist(3400, "leaf")
     present |= {"emnist-tff"}
     assert paper.choose_data(TABLES["fmnist"].choices, "auto") == Femnist(3383, "tff", 10)
     assert "substitute" not in paper.stands_for(TABLES["fmnist"], Femnist(3383, "tff", 10))
@@ -311,6 +317,46 @@ def test_a_folder_of_parts_that_cannot_be_compared_is_not_drawn(tmp_path):
         ):
             paper_tables.compare(tmp_path, "noniid-mnist")
         path.write_text(whole)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("table", ["noniid-mnist", "levels"])
+def test_a_table_that_is_too_wide_for_a_terminal_is_shown_in_pieces(tmp_path, monkeypatch, capsys, table, columns):
+    rows = "dp-fedavg,fedhdp:0.01" if table == "noniid-mnist" else None
+    made_up(tmp_path, table, 2, rows, shift=lambda row, seed: 3.0 * seed)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert command(monkeypatch, table, "--render", "--out", tmp_path) == 0
+    shown = re.sub(r"\x1b\[\d*m", "", capsys.readouterr().out).partition("±: half")[0]
+    assert max(map(len, shown.splitlines())) <= columns
+    found = paper_tables.compare(tmp_path, table)
+    for make in (paper_writing.global_table, paper_writing.personal_table):
+        cells = [cell for row in make(found, wide=False).rows for cell in row]
+        assert all(cell.strip() in shown for cell in cells)
+    assert "…" not in shown
+
+
+def test_a_pull_that_the_paper_has_not_is_drawn_too(toy, tmp_path, monkeypatch, capsys):
+    words = (
+        "noniid-mnist",
+        "--rows",
+        "dp-fedavg,fedhdp:0.01,fedhdp:0.1",
+        "--pulls",
+        "0.05,0.1",
+        "--out",
+        tmp_path / "out",
+    )
+    assert command(monkeypatch, *words, "--data", "handwriting") == 0
+    found = paper_tables.compare(tmp_path / "out", "noniid-mnist")
+    labels = [handle.get_label() for handle in paper_figures._legend(found)]
+    assert "λ = 0.1, ours" in labels
+    assert "λ = 0.1, paper" not in labels
+
+
+def test_drawing_takes_all_that_is_there_and_says_so(tmp_path, monkeypatch, capsys):
+    made_up(tmp_path, "noniid-mnist", 1, "dp-fedavg")
+    assert command(monkeypatch, "noniid-mnist", "--render", "--rows", "dp-fedavg", "--out", tmp_path) == 2
+    assert "--render draws all that is there: it takes no --rows" in capsys.readouterr().err
 
 
 def test_a_table_is_not_kept_in_a_file(toy, tmp_path, monkeypatch, capsys):

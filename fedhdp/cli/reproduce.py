@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import click
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +37,10 @@ def reproduce(
     ] = "auto",
     sampling: Annotated[
         Literal["fixed", "poisson"] | None,
-        typer.Option(help="fixed: the paper's algorithm as it is written; poisson: what its epsilons hold for."),
+        typer.Option(
+            help="fixed: the paper's algorithm as it is written, the default of its rows; poisson: what its epsilons hold "
+            "for, which rows of ours always have."
+        ),
     ] = None,
     batches: Annotated[
         Literal["whole", "all"],
@@ -48,7 +53,7 @@ def reproduce(
             min=1,
         ),
     ] = None,
-    pulls: Annotated[str, typer.Option(help="Which pulls λ, comma-separated.")] = "0.005,0.05,0.25",
+    pulls: Annotated[str, typer.Option(help="Which pulls λ of the paper's rows, comma-separated.")] = "0.005,0.05,0.25",
     rounds: Annotated[int | None, typer.Option(help="Rounds to train; default the paper's 500.", min=1)] = None,
     noise_seed: Annotated[
         int | None, typer.Option(help="Seed of noise and cohorts: repeatable, so not private; seed K adds K to it.")
@@ -81,6 +86,8 @@ def reproduce(
     rows_of(name, rows)  # an unknown table or row is refused first
     folder = out or Path("runs") / "paper" / name
     refuse_what_is_not_ours(folder)
+    if render and (extra := _given(context, but=("name", "out", "render", "json"))):
+        raise ValueError(f"--render draws all that is there: it takes no {extra[0].opts[0]}")
     errors = Console(stderr=True, highlight=False, markup=False)
     if not render:
         options = Options(data, sampling, batches, personal_epochs, _pulls(pulls), rounds or ROUNDS, noise_seed)
@@ -120,14 +127,21 @@ def _pulls(text: str) -> tuple[float, ...]:
 
 def _command(context: typer.Context) -> str:
     """The command that was given, as it can be typed again; where its results went is said beside it."""
-    table, *options = context.command.params
+    table = context.command.params[0]
     words = [str(context.params[table.name or ""])]
-    for option in options:
-        name = option.name or ""
-        given = context.get_parameter_source(name)
-        if given is not None and given.name == "COMMANDLINE" and name not in ("out", "json"):
-            words += [option.opts[0], str(context.params[name])]
+    for option in _given(context, but=(table.name or "", "out", "json")):
+        words += [option.opts[0], str(context.params[option.name or ""])]
     return shlex.join(["fedhdp", "reproduce", *words])
+
+
+def _given(context: typer.Context, but: Container[str]) -> list[click.Parameter]:
+    """The options that were typed."""
+    found = []
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if source is not None and source.name == "COMMANDLINE" and option.name not in but:
+            found.append(option)
+    return found
 
 
 def _run(parts: list[Part], folder: Path, about: str, command: str, out: Path | None, errors: Console) -> None:
@@ -163,24 +177,46 @@ def _print(found: Comparison) -> None:
     out = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
     for line in writing.title(found):
         out.print(line)
+    unsaid: tuple[str, ...] = ()
     for make in (writing.global_table, writing.personal_table):
         shown = make(found)
         if not shown.rows:
             continue
         if _width(shown) > out.width:
-            shown = make(found, wide=False)
+            shown, unsaid = make(found, wide=False), ("average: ",)
             shown = shown._replace(header=[word.replace(": ", ":\n") for word in shown.header])
-        out.print()
-        out.print(_table(shown))
+        for piece in _pieces(shown, out.width):
+            out.print()
+            out.print(_table(piece))
     out.print()
     for line in writing.footnotes(found):
-        out.print(line, style="dim")
+        if not line.startswith(unsaid):
+            out.print(line, style="dim")
     out.print()
     _print_orderings(out, writing.orderings_table(found))
 
 
 def _width(shown: Shown) -> int:
-    return sum(max(map(len, column)) + 2 for column in zip(shown.header, *shown.rows))
+    return sum(_widths(shown))
+
+
+def _widths(shown: Shown) -> list[int]:
+    cells = zip(*([*word.split("\n"), ""][:2] for word in shown.header), strict=True)
+    return [max(map(len, column)) + 2 for column in zip(*cells, *shown.rows)]
+
+
+def _pieces(shown: Shown, width: int) -> list[Shown]:
+    """The table, or where it is too wide as many as it takes beneath each other, each with what names its rows."""
+    names = 2 if shown.header[1] == "λ" else 1
+    widths, pieces = _widths(shown), [list(range(names))]
+    for column in range(names, len(widths)):
+        if len(pieces[-1]) > names and sum(widths[one] for one in pieces[-1]) + widths[column] > width:
+            pieces.append(list(range(names)))
+        pieces[-1].append(column)
+    return [
+        shown._replace(header=[shown.header[c] for c in those], rows=[[row[c] for c in those] for row in shown.rows])
+        for those in pieces
+    ]
 
 
 def _table(shown: Shown) -> Table:

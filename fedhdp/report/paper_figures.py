@@ -6,6 +6,7 @@ the range of its three runs. Baselines are level lines: full ours, dotted the pa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ BASELINES = {
     "hdp_fedavg": ("HDP-FedAvg", "#7f3fbf"),
 }
 PULL_STYLES = dict(zip(PULLS, (("#1f77b4", "s"), ("#e08214", "^"), ("#5f8f2f", "D"))))
+OTHER_PULLS = (("#c51b7d", "v"), ("#01665e", "P"), ("#8c6d31", "X"))  # which the paper has not
 PANELS = (
     ("acc_g", "global model, server's test set"),
     ("acc_g_p", "global model, private clients"),
@@ -63,7 +65,14 @@ def _paper(figure: Figure, found: Comparison, table: PaperTable) -> None:
         _against_weight(axis, found, table, column, weights)
         axis.set_title(name, fontsize=10)
     _own_rows(axes[3], found, table)
-    figure.legend(handles=_legend(), loc="outside lower center", ncols=6, frameon=False, handlelength=2.6)
+    figure.legend(handles=_legend(found), loc="outside lower center", ncols=6, frameon=False, handlelength=2.6)
+
+
+def _pull_styles(found: Comparison) -> dict[float, tuple[str, str]]:
+    """A colour and a marker for each pull, the paper's and others that were asked for."""
+    run = {line.key.pull for line in found.personal_lines if line.key.part == "paper"}
+    others = sorted(pull for pull in run - set(PULLS) if isinstance(pull, float))
+    return PULL_STYLES | dict(zip(others, itertools.cycle(OTHER_PULLS)))
 
 
 def _against_weight(axis: Axes, found: Comparison, table: PaperTable, column: str, weights: Sequence[float]) -> None:
@@ -72,7 +81,7 @@ def _against_weight(axis: Axes, found: Comparison, table: PaperTable, column: st
     lines = [line for line in found.lines if line.key.part == "paper" and column in line.cells]
     heights: list[Height] = []
     if "_l_" in column:
-        for pull, (colour, marker) in PULL_STYLES.items():
+        for pull, (colour, marker) in _pull_styles(found).items():
             of_pull = [line for line in lines if line.key.pull == pull]
             heights += _curve(axis, of_pull, column, place, colour, marker)
             heights += _papers_points(axis, table, column, place, (pull,), colour, marker)
@@ -193,7 +202,7 @@ def _differences(axis: Axes, found: Comparison) -> None:
     axis.grid(color="#e5e5e5", linewidth=0.6, axis="x")
 
 
-def _legend() -> list[Line2D]:
+def _legend(found: Comparison) -> list[Line2D]:
     points: dict[str, Any] = {"marker": "o", "markersize": 6}
     handles = [
         Line2D([], [], color=OURS, label="FedHDP, ours", **points),
@@ -201,8 +210,10 @@ def _legend() -> list[Line2D]:
     ]
     handles += [Line2D([], [], color=colour, label=f"{name}, ours") for name, colour in BASELINES.values()]
     handles.append(Line2D([], [], color="#555555", linestyle=":", label="the same, paper"))
-    for pull, (colour, marker) in PULL_STYLES.items():
+    for pull, (colour, marker) in _pull_styles(found).items():
         handles.append(Line2D([], [], color=colour, marker=marker, label=f"λ = {pull:g}, ours"))
+        if pull not in PULLS:
+            continue
         hollow: dict[str, Any] = {"linestyle": "none", "marker": marker, "markerfacecolor": "white"}
         handles.append(Line2D([], [], color=colour, label=f"λ = {pull:g}, paper", **hollow))
     return handles

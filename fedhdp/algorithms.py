@@ -41,8 +41,9 @@ def non_private(mechanism: Mechanism) -> Mechanism:
 
 
 def local_only(mechanism: Mechanism) -> Mechanism:
-    """Nothing reaches the server; every client trains its personal model alone."""
-    return _with_groups(non_private(mechanism), lambda group: replace(group, weight=0.0, pull=0.0))
+    """Nothing reaches the server, nor does a clip that would follow updates; clients train personal models alone."""
+    change = lambda group: replace(group, weight=0.0, pull=0.0)  # noqa: E731
+    return _with_groups(non_private(mechanism), change, clip=mechanism.initial_clip)
 
 
 ALGORITHMS: dict[str, Callable[[Mechanism], Mechanism]] = {

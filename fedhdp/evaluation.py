@@ -35,7 +35,8 @@ class Evaluation:
     def _server_test(self) -> tuple[Array, Array]:
         x_N, y_N = self.population.server_x_N, self.population.server_y_N
         spare = -len(y_N) % self.engine.devices
-        return self.engine.put(tuple(np.concatenate([a, a[:spare]]) for a in (x_N, y_N)), self.engine.by_client)
+        wrapped = tuple(np.resize(a, (len(a) + spare, *a.shape[1:])) for a in (x_N, y_N))
+        return self.engine.put(wrapped, self.engine.by_client)
 
     @cached_property
     def _test(self) -> ExamplesAtHome:

@@ -112,11 +112,13 @@ class Ledger(LedgerFile):
         A group that goes on without being seen (sampling rate 0) pays nothing and is never refused.
         """
         with self._transaction():
-            if not self._db.execute("UPDATE runs SET charged = charged + 1 WHERE name = ?", (run,)).rowcount:
+            rounds = max((rounds for _, _, _, rounds in spends.values()), default=1)
+            if not self._db.execute("UPDATE runs SET charged = charged + ? WHERE name = ?", (rounds, run)).rowcount:
                 raise LedgerError(f"{self.path}: there is no run {run!r}")
             for name in spends:
                 if not self.clients(name):
                     raise LedgerError(f"{self.path}: group {name!r} has not been in a run")
+                self._refuse_another_sampling(name, spends[name])
             refused = [name for name, spend in spends.items() if not self._affordable(name, spend)]
             if refused:
                 raise BudgetError(tuple(refused), f"{self.path}: another round would pass {self._budgets(refused)}")
@@ -281,6 +283,16 @@ class Ledger(LedgerFile):
         elif population is not None and known[0] != population:
             raise LedgerError(
                 f"{self.path}: its clients are those of {known[0]}, not of {population}; take another file for these"
+            )
+
+    def _refuse_another_sampling(self, group: str, spend: Spend) -> None:
+        """What was spent by one way of sampling cannot be added to what is spent by the other."""
+        _, _, sampling, _ = spend
+        others = {other for _, _, other, _ in self.spent(group)} - {sampling}
+        if others:
+            raise LedgerError(
+                f"{self.path}: {group!r} has spent by {min(others)} sampling, to which rounds of {sampling} sampling "
+                "cannot be added; take another file for these"
             )
 
     def _refuse_to_bypass_a_promise(self, groups: tuple[PrivacyGroup, ...]) -> None:

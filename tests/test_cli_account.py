@@ -1,8 +1,10 @@
 """The commands of a privacy officer, as they are typed: account, plan, ledger, and every command of docs/privacy.md."""
 
+import contextlib
 import json
 import re
 import shlex
+import sqlite3
 import subprocess
 import sys
 import warnings
@@ -14,7 +16,7 @@ import pytest
 from fedhdp import accounting
 from fedhdp.accounting import spends
 from fedhdp.experiments.spec import from_toml
-from fedhdp.ledger import Ledger
+from fedhdp.ledger import Ledger, LedgerError
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 
 with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # typer's, about names in click
@@ -294,7 +296,12 @@ def test_a_ledger_of_mixed_cohorts_is_shown_with_a_note_instead_of_an_epsilon(an
         for name, sampling in (("first", "poisson"), ("second", "fixed")):
             mechanism = msgspec.structs.replace(MECHANISM, sampling=sampling)
             ledger.begin(name, mechanism)
-            ledger.charge(name, spends(mechanism))
+            with contextlib.nullcontext() if name == "first" else pytest.raises(LedgerError, match="cannot be added"):
+                ledger.charge(name, spends(mechanism))
+    with sqlite3.connect(file) as written:  # as files were written before that was refused
+        columns = '"group", noise_multiplier, sampling_rate'
+        written.execute(f"INSERT INTO charges SELECT 'second', {columns}, 'fixed', 1, latest FROM charges")
+    written.close()
     strict = answer("ledger", "show", file)["groups"][1]
     assert (strict["epsilon"], strict["epsilon_pld"], strict["opted_out"]) == (None, None, False)
     assert "do not compose" in strict["note"]

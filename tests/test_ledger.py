@@ -180,11 +180,20 @@ def test_nothing_is_charged_to_an_unknown_run_or_group_or_with_a_number_that_is_
 
 
 def test_a_budget_refuses_rounds_that_cannot_be_composed_with_what_was_spent(ledger):
-    ledger.promise("lax", 30.0, 1e-5)
     ledger.charge("run", ROUND)
-    with pytest.raises(ValueError, match="sampling must be the same"):
-        ledger.charge("run", ROUND | {"lax": ROUND["lax"]._replace(sampling="fixed")})
+    for promised in (False, True):  # with a budget and without
+        if promised:
+            ledger.promise("lax", 30.0, 1e-5)
+        with pytest.raises(LedgerError, match="'lax' has spent by poisson sampling, to which rounds of fixed sampling"):
+            ledger.charge("run", ROUND | {"lax": ROUND["lax"]._replace(sampling="fixed")})
     assert rounds_of(ledger, "lax") == 1
+
+
+def test_rounds_that_are_charged_at_once_are_counted_as_many(ledger):
+    for rounds in (5, 3):
+        ledger.charge("run", {"lax": ROUND["lax"]._replace(rounds=rounds)})
+    assert rounds_of(ledger, "lax") == 8
+    assert [run.charged for run in ledger.runs()] == [8]
 
 
 def race(path: Path, run: str, start, results) -> None:
@@ -218,7 +227,7 @@ def test_processes_racing_for_the_last_rounds_lose_no_charge_and_pass_no_budget(
     with open_ledger(path) as ledger:
         assert sum(charged.values()) == 30
         assert rounds_of(ledger, "strict") == allowed
-        assert {run.name: run.charged for run in ledger.runs()} == charged | {"before": 1}
+        assert {run.name: run.charged for run in ledger.runs()} == charged | {"before": allowed - 30}
 
 
 def test_processes_that_make_one_ledger_at_once_all_get_it(path):

@@ -217,7 +217,7 @@ def groups_of(table: PaperTable, data: Data) -> tuple[WantedGroup, WantedGroup]:
     )
 
 
-def variants_of(rows: Iterable[Row], pulls: Iterable[float] = PULLS, **others: object) -> tuple[Variant, ...]:
+def variants_of(rows: Iterable[Row], pulls: Iterable[float] = PULLS) -> tuple[Variant, ...]:
     """Every row with every pull."""
     return tuple(
         Variant(
@@ -225,7 +225,6 @@ def variants_of(rows: Iterable[Row], pulls: Iterable[float] = PULLS, **others: o
             row.algorithm,
             weights={} if row.weight is None else {PRIVATE: row.weight},
             pulls={OPTED_OUT: pull, PRIVATE: pull},
-            **others,  # type: ignore[arg-type]
         )
         for row in rows
         for pull in pulls

@@ -140,6 +140,12 @@ def _ledger(experiment: Experiment, chosen: Mechanism, mechanisms: list[Mechanis
                     f"{variant.name} gives {group.name!r} no noise, and {experiment.ledger} would hold that against it "
                     "for good: leave the variant out, or run it without the ledger"
                 )
+    samplings = {mechanism.sampling for mechanism in mechanisms}
+    if len(samplings) > 1:
+        raise ValueError(
+            f"variants sample in several ways ({', '.join(sorted(samplings))}), and {experiment.ledger} can add up one: "
+            "run them apart, each with a ledger of its own, or without"
+        )
     with Ledger(experiment.ledger, fits) as ledger:
         for name, budget in experiment.budgets.items():
             ledger.tighten(name, budget.epsilon, budget.delta)

@@ -159,7 +159,8 @@ def check(order: Order, promise: Promise | None, level: str | None) -> Promise:
     """Decline a round that gives less privacy than was promised, or than the owner wants by now; else say what holds."""
     if promise is None:
         raise Declined("was not asked in this run, so nothing is promised")
-    if order.noise_multiplier < promise.noise_multiplier * (1 - 1e-9) or order.sampling_rate > promise.sampling_rate:
+    noisy = order.noise_multiplier >= promise.noise_multiplier * (1 - 1e-9)  # not where one is no number
+    if not (noisy and order.sampling_rate <= promise.sampling_rate):
         raise Declined("less privacy than was promised")
     if promise.levels and order.level not in promise.levels[: _place(promise.levels, level) + 1]:
         raise Declined(f"wants {level or 'the strictest level'} by now, not {order.level}")

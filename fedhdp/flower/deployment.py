@@ -77,7 +77,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
             require(0 < getattr(self, field) < math.inf, field, getattr(self, field), "finite and above 0")
         for name in self.budgets:
             require(name in self.levels, "budgets", name, f"of levels on offer ({', '.join(self.levels)})")
-        self._wanted(dict.fromkeys(self.levels, 1))
+        offered = self._wanted(dict.fromkeys(self.levels, 1))
+        self.training.check(offered._at([level.noise_multiplier or 0.0 for level in self.levels.values()]))
 
     def _wanted(self, clients: Mapping[str, int]) -> WantedMechanism:
         groups = tuple(level.wanted(name, clients[name]) for name, level in self.levels.items() if clients.get(name))

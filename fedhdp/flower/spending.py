@@ -55,8 +55,7 @@ class Purse:
     def _turn(self) -> None:
         """Begin with the mechanism that is due, or go on with it; the ledger must know what was completed."""
         self.ledger.refuse_if_older(self.run, sum(stretch.rounds for stretch in self.stretches), self.charged)
-        counts = Counter(self._members.values())
-        due = self.deployment.mechanism(counts)
+        due = self._whole()
         groups = (replace(g, sampling_rate=0.0) if g.name in self.left_out else g for g in due.groups)
         due = replace(due, groups=tuple(groups))
         if not self.stretches or self.mechanism != due:
@@ -64,6 +63,10 @@ class Purse:
             name = next(name for n in itertools.count(1) if (name := f"{self.run}/{n}") not in taken)
             self.stretches.append(Stretch(name, due))
         self.ledger.begin(self.stretches[-1].name, due, self.stretches[-1].rounds, self._members)
+
+    def _whole(self) -> Mechanism:
+        """The mechanism with everybody in it, those who are left out by now too."""
+        return self.deployment.mechanism(Counter(self._members.values()))
 
     def pay(self) -> None:
         """Charge the next round to every group, durably, or raise when nobody is left to go on with."""
@@ -109,4 +112,4 @@ class Purse:
 
     def priced(self) -> list[GroupResult]:
         """Every group with what this run has cost it, by both accountants."""
-        return group_results(self.mechanism, self.spent, self.deployment.delta_of)
+        return group_results(self._whole(), self.spent, self.deployment.delta_of)

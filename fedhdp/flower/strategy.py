@@ -92,7 +92,7 @@ class FedHDP(Strategy):
         self.rows: list[Row] = []  # of the last round
         self._drawn: Counter[str] = Counter()
         self._asked: list[Asked] = []
-        self._charged = 0
+        self._scored = -1  # the round whose model was last looked at on the server's test set
 
     @property
     def model(self) -> Arrays:
@@ -118,7 +118,7 @@ class FedHDP(Strategy):
         self.registry.wait_for_somebody(grid)
         self.let_in(grid)
         self.purse.pay()
-        self._charged = self.purse.charged
+        charged = self.purse.charged
         mechanism = self.purse.mechanism  # a group may just have been left out
         everyone = self._clients()
         every = self.deployment.evaluate_every
@@ -129,7 +129,7 @@ class FedHDP(Strategy):
         for number in server.sample_cohort(mechanism, rng):
             client, group = everyone[number]
             self._drawn[mechanism.groups[group].name] += 1
-            self._ask(MessageType.TRAIN, client, group, arrays, evaluate)
+            self._ask(MessageType.TRAIN, client, group, arrays, charged, evaluate)
         return [asked.message for asked in self._asked]
 
     def aggregate_train(
@@ -171,8 +171,9 @@ class FedHDP(Strategy):
         """After the last round, and if clients are asked at all: everybody."""
         self._asked = []
         if self.deployment.evaluate_every and server_round == self.deployment.rounds:
+            charged = self.purse.charged
             for client, group in self._clients():
-                self._ask(MessageType.EVALUATE, client, group, arrays, True)
+                self._ask(MessageType.EVALUATE, client, group, arrays, charged, True)
         return [asked.message for asked in self._asked]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -193,13 +194,13 @@ class FedHDP(Strategy):
         groups = enumerate(group.name for group in self.purse.mechanism.groups)
         return [(client, number) for number, name in groups for client, level in members if level == name]
 
-    def _ask(self, kind: str, client: str, group: int, model: ArrayRecord, evaluate: bool) -> None:
+    def _ask(self, kind: str, client: str, group: int, model: ArrayRecord, charged: int, evaluate: bool) -> None:
         node, mechanism = self.registry.reachable(client), self.purse.mechanism
         if node is None:
             return
         chosen = mechanism.groups[group]
         promised = (chosen.name, chosen.noise_multiplier, chosen.sampling_rate)
-        order = Order(secrets.token_hex(8), self.run, self.round, self._charged, *promised, chosen.pull, evaluate)
+        order = Order(secrets.token_hex(8), self.run, self.round, charged, *promised, chosen.pull, evaluate)
         message = order_message(kind, node, model, order, self.deployment.reply_seconds)
         self._asked.append(Asked(client, group, order, message))
 
@@ -209,6 +210,9 @@ class FedHDP(Strategy):
         level_of = {asked.client: asked.order.level for asked in self._asked}
         for client in answers.duplicates:
             self.refused[level_of[client]]["duplicate"] += 1
+            log(WARNING, "another reply of client %s (%s) is refused: duplicate", client[:8], level_of[client])
+        if answers.strangers:
+            log(WARNING, "%d replies to messages that were not sent are refused: replayed", answers.strangers)
         self.strangers += answers.strangers
         return answers
 
@@ -242,8 +246,9 @@ class FedHDP(Strategy):
         return rows
 
     def _server_rows(self) -> list[Row]:
-        if self.score is None:
+        if self.score is None or self._scored == self.round:
             return []
+        self._scored = self.round
         return [Row(self.round, SERVER, "global", "accuracy", float(self.score(self.model)))]
 
     def _round_rows(self, came: Counter[str]) -> list[Row]:

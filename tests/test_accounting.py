@@ -7,6 +7,7 @@ import sys
 import msgspec
 import numpy as np
 import pytest
+from conftest import mechanism_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
@@ -24,6 +25,7 @@ from fedhdp.accounting import (
     spend_of,
     spends,
 )
+from fedhdp.algorithms import local_only
 from fedhdp.calibration import calibrate, noise_multiplier_for
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.tuning import price_of_tuning
@@ -344,3 +346,22 @@ def test_noise_that_nothing_can_be_shown_to_keep_is_not_looked_for_for_ever():
         noise_multiplier_for(0.001, 0.01, 100, 1e-9)
     with pytest.raises(ValueError, match="rounds must be at most 100,000 where noise is looked for by PLD"):
         noise_multiplier_for(1.0, 0.01, 10**9, 1e-5, "pld")
+
+
+def test_a_sampling_rate_is_never_priced_as_less():
+    for rate in (1 / 3, 2 / 3, 0.1, 1e-11 / 3):
+        composed = accounting.event(accounting.Spend(1.0, rate, "fixed", 5))
+        assert composed.event.sample_size / composed.event.source_dataset_size >= rate
+
+
+def test_a_budget_is_kept_to_the_last_digit():
+    spent = [accounting.Spend(1.3, 0.1, "poisson", 7)]
+    cost = compose(spent, 1e-5)
+    assert accounting.fits(spent, cost, 1e-5)
+    assert not accounting.fits(spent, cost * (1 - 1e-9), 1e-5)
+
+
+def test_what_sends_nothing_costs_nothing_whatever_the_clip():
+    for clip in (1.0, AdaptiveClip(initial=1.0)):
+        alone = local_only(mechanism_of((10, 0.0, 1.0), (20, 1.5, 0.1), clip=clip))
+        assert all(spent.free for spent in accounting.spends(alone, 500).values())

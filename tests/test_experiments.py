@@ -25,7 +25,7 @@ from fedhdp.cli.run import _print_table
 from fedhdp.experiments import EXPERIMENTS
 from fedhdp.experiments.run import Interrupted, Progress, resume, run
 from fedhdp.experiments.spec import Experiment, LifetimeBudget, from_toml, to_toml
-from fedhdp.ledger import Ledger
+from fedhdp.ledger import Ledger, LedgerError
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.results import DamagedRun, RunFolder
 
@@ -86,6 +86,8 @@ def test_every_built_in_experiment_runs_and_tells_each_groups_epsilon(name, tmp_
             assert 0 <= group.personal_accuracy <= 1
             if group.opted_out:
                 assert group.epsilon is None
+            elif variant.algorithm == "local_only":  # nothing is sent
+                assert (group.epsilon, group.epsilon_pld) == (0.0, 0.0)
             else:
                 assert 0 < group.epsilon_pld <= group.epsilon * 1.001
                 assert "add or remove one client" in group.epsilon_basis
@@ -455,6 +457,37 @@ def test_a_run_may_go_on_without_the_group_whose_budget_is_spent(tmp_path):
     assert private.epsilon <= 5.0
     with Ledger(path, fits, read_only=True) as ledger:
         assert compose(ledger.spent("private"), 1e-4) <= 5.0
+
+
+def test_groups_are_left_out_one_after_the_other(tmp_path):
+    chosen = tiny().mechanism
+    open_, private = chosen.groups
+    one = replace(private, name="one", clients=10, epsilon=None, noise_multiplier=2.0, weight=1.0)
+    two = replace(private, name="two", clients=5, epsilon=None, noise_multiplier=2.0, weight=1.0)
+    experiment = tiny(
+        mechanism=replace(chosen, groups=(open_, one, two)),
+        ledger=str(tmp_path / "population.ledger"),
+        noise_seed=None,
+        budgets={"one": LifetimeBudget(0.9, 1e-4), "two": LifetimeBudget(1.2, 1e-4)},
+        when_spent="leave_out",
+        variants=tiny().variants[1:],
+    )
+    rounds = [group.rounds for group in run(experiment, tmp_path / "run", onwards).variants[0].groups]
+    assert 0 < rounds[1] < rounds[2] < rounds[0] == 12
+
+
+def test_variants_that_sample_in_two_ways_are_not_charged_in_one_ledger(tmp_path):
+    dp_fedavg, fedhdp = tiny().variants
+    both = (dp_fedavg, replace(fedhdp, sampling="fixed"))
+    experiment = tiny(ledger=str(tmp_path / "population.ledger"), noise_seed=None, variants=both)
+    with pytest.raises(ValueError, match=r"variants sample in several ways \(fixed, poisson\)"):
+        run(experiment, tmp_path / "run", onwards)
+    assert not (tmp_path / "population.ledger").exists()
+    run(replace(experiment, variants=both[:1]), tmp_path / "one", onwards)
+    with pytest.raises(LedgerError, match="has spent by poisson sampling"):
+        run(replace(experiment, variants=both[1:]), tmp_path / "other", onwards)
+    with Ledger(experiment.ledger, fits, read_only=True) as ledger:
+        assert [one.charged for one in ledger.runs()] == [12, 0]
 
 
 def test_the_epsilons_of_a_run_that_left_a_group_out_are_those_of_what_was_really_run(tmp_path):

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -27,9 +28,9 @@ from fedhdp.experiments.run import resume
 from fedhdp.experiments.spec import LifetimeBudget
 from fedhdp.flower.built_in import built_in, score_with, start_model
 from fedhdp.flower.client_app import Trainer, client_app
-from fedhdp.flower.client_folder import Folder, Promise
+from fedhdp.flower.client_folder import Folder, Promise, check
 from fedhdp.flower.deployment import Deployment, Level, from_run_config
-from fedhdp.flower.messages import as_record, flat, from_record, unflat
+from fedhdp.flower.messages import Declined, Order, as_record, flat, from_record, unflat
 from fedhdp.flower.registry import Registry
 from fedhdp.flower.server_app import serve
 from fedhdp.flower.spending import Purse
@@ -171,6 +172,23 @@ def test_without_seeds_cohorts_and_noise_come_from_the_operating_system(tmp_path
         cohorts.append([row.value for row in history_of(wanted) if row.metric == "drawn"])
     assert (models[0] != models[1]).all()
     assert cohorts[0] != cohorts[1]
+
+
+def test_without_a_seed_every_round_has_noise_of_its_own(tmp_path):
+    fresh, seeded = (FedHDP(deployment(tmp_path, noise_seed=seed), None, None, "", PLAIN_MODEL) for seed in (None, 7))
+    keys = [[tuple(np.asarray(jax.random.key_data(one._noise_key()))) for _ in range(4)] for one in (fresh, seeded)]
+    assert [len(set(those)) for those in keys] == [4, 1]
+    seeded.round = 1
+    assert tuple(np.asarray(jax.random.key_data(seeded._noise_key()))) not in keys[1]
+
+
+@pytest.mark.parametrize("seeds", [{"noise_seed": None}, {"cohort_seed": None}, {}])
+def test_with_either_seed_nothing_is_promised_and_the_ledger_is_charged_as_without_noise(tmp_path, seeds):
+    wanted = deployment(tmp_path, **seeds)
+    assert wanted.repeatable
+    assert play_plain(everyone(app=PLAIN), wanted).variants[0].repeatable
+    with Ledger(wanted.ledger, fits, read_only=True) as ledger:
+        assert {spent[0] for name in OFFER for spent in ledger.spent(name)} == {0.0}
 
 
 def test_flowers_own_loop_can_run_the_strategy(tmp_path):
@@ -540,7 +558,9 @@ def test_a_group_whose_budget_is_spent_is_left_out_and_sent_nothing(tmp_path):
     assert rounds == {"open": 5, "mid": 2, "strict": 5}
     late = {m.content["order"]["level"] for m in grid.pushed if trains([m]) and int(m.metadata.group_id) >= 2}
     assert late == {"open", "strict"}
-    strict = variant.groups[2]
+    mid, strict = variant.groups[1:]
+    assert (mid.sampling_rate, mid.rounds) == (1.0, 2)  # what it was promised, not what it has since
+    assert "q 1," in mid.epsilon_basis
     with Ledger(wanted.ledger, fits, read_only=True) as ledger:
         assert strict.epsilon == pytest.approx(compose(ledger.spent("strict"), 1e-4))
 
@@ -989,6 +1009,52 @@ def test_a_client_declines_a_round_that_is_looser_than_it_was_promised(tmp_path,
     )
     play_plain(grid, wanted)
     assert answered == [True, False]
+
+
+@pytest.mark.parametrize("noise", [0.999, 0.0, math.nan])
+def test_a_client_takes_no_noise_that_is_less_or_no_number(noise):
+    promise = Promise(1.0, 0.5, levels=["strict"])
+    order = Order("token", "run", 0, 1, "strict", 1.0, 0.5, 0.05)
+    assert check(order, promise, "strict") == promise
+    for looser in (replace(order, noise_multiplier=noise), replace(order, sampling_rate=0.5 + max(noise, 1e-6))):
+        with pytest.raises(Declined, match="less privacy than was promised"):
+            check(looser, promise, "strict")
+    with pytest.raises(Declined, match="less privacy than was promised"):
+        check(replace(order, sampling_rate=math.nan), promise, "strict")
+
+
+def test_what_a_client_was_promised_first_holds_when_it_is_asked_again(tmp_path):
+    wanted, node = deployment(tmp_path, levels=ALWAYS, rounds=1), one_client(tmp_path)
+    play_plain(InProcessGrid([node]), wanted)
+    first = Folder(tmp_path / "me").promises()
+    (question,) = heard(node, "query")
+    question.content["offer"]["noise_multiplier"] = [0.1, 0.0]
+    node.answer(question)
+    assert Folder(tmp_path / "me").promises() == first
+    assert next(iter(first.values())).noise_multiplier == 1.0
+
+
+def test_after_a_crash_before_the_last_scores_clients_are_told_what_was_charged(tmp_path):
+    wanted, grid = deployment(tmp_path, levels=ALWAYS, evaluate_every=3, **UNSEEDED), everyone(tmp_path, PLAIN)
+
+    def crash(messages):
+        if any(message.metadata.message_type == "evaluate" for message in messages):
+            raise Crash
+
+    grid.on_push = crash
+    with pytest.raises(Crash):
+        play_plain(grid, wanted)
+    grid.on_push = lambda messages: None
+    grid.pushed.clear()
+    play_plain(grid, wanted)
+    asked = [m.content["order"]["charged"] for m in grid.pushed if m.metadata.message_type == "evaluate"]
+    assert asked
+    assert set(asked) == {charged(wanted)} == {3}
+
+
+def test_a_pull_at_which_personal_models_run_away_is_not_deployed(tmp_path):
+    with pytest.raises(ValueError, match=r"pull of 'strict' must be below .* personal models run away"):
+        deployment(tmp_path, levels={"strict": Level(1.0, noise_multiplier=1.0, pull=100.0)})
 
 
 def test_a_client_that_was_never_asked_declines(tmp_path):

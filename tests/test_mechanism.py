@@ -191,3 +191,15 @@ def test_what_cannot_be_meant_is_refused():
             replace(group, name=name)
     with pytest.raises(ValueError, match="noise must be 'shared' or 'per_group', got 'none'"):
         Mechanism((group,), 0.5, noise="none")  # type: ignore[arg-type]
+
+
+def test_a_clients_reach_is_its_weight_and_how_the_sum_beside_it_is_rounded():
+    groups = (PrivacyGroup("open", 4000, 0.0, 0.5, weight=1.0), PrivacyGroup("private", 100, 1.0, 0.25, weight=1e-4))
+    mechanism = Mechanism(groups, clip=1.0)
+    most = [2000 + 4 * math.sqrt(2000), 25 + 4 * math.sqrt(25)]  # as many as hardly ever come
+    rounding = math.sqrt(sum(most)) * (1.0 * most[0] + 1e-4 * most[1]) / 2**24
+    assert rounding > 30 * 1e-4  # here it is what matters
+    assert mechanism.reach(groups[1]) == pytest.approx(1e-4 + rounding, rel=1e-12)
+    assert mechanism.reach(groups[0]) == pytest.approx(1.0 + rounding, rel=1e-12)
+    assert mechanism.reach(replace(groups[1], weight=0.0)) == 0.0
+    assert mechanism.update_noise >= mechanism.reach(groups[1])

@@ -12,7 +12,7 @@ from conftest import mechanism_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from scipy import stats
+from scipy import special, stats
 
 from fedhdp.mechanism import LEAST_CLIP, MOST, AdaptiveClip
 from fedhdp.server import (
@@ -70,6 +70,22 @@ def test_noise_is_gaussian_and_has_no_gaps_that_a_client_would_show_through():
     far_N = np.abs(noise_N)[np.abs(noise_N) > 4.5]
     assert 10 < len(far_N) < 50  # 27 are expected
     assert len(np.unique(far_N)) == len(far_N)  # with 23 bits there are 57 values out there, of both signs
+
+
+def test_noise_far_out_is_made_of_64_bits_of_two_keys(monkeypatch):
+    high = np.array([0, 1, 2, 3, 8], np.uint32)
+    low = np.array([0, 2**31, 5, 2**32 - 1, 2**20], np.uint32)
+    words, keys = iter((high, low)), []
+
+    def bits(key, shape):
+        keys.append(tuple(np.asarray(jax.random.key_data(key)).tolist()))
+        return jnp.asarray(next(words))
+
+    monkeypatch.setattr(jax.random, "bits", bits)
+    found = gaussian(jax.random.key(0), (5,))
+    below = ((high >> 1) + (low + 0.5) / 2.0**32) / 2.0**32
+    np.testing.assert_allclose(found, np.where(high & 1, 1, -1) * special.ndtri(below), rtol=1e-5)
+    assert len(set(keys)) == 2
 
 
 def test_the_bit_is_not_inverted_the_clip_grows_when_updates_are_cut_and_shrinks_when_they_are_not():
@@ -160,9 +176,11 @@ def test_the_paper_read_literally_divides_by_who_came():
 
 def test_a_group_that_never_comes_divides_nothing_by_zero():
     never = mechanism_of((5, 0.0, 1.0), (4, 1.5, 0.1), rate=0.01, sampling="fixed")
-    update_P, clip = private_mean(never.terms, jnp.float32(9.0), nothing(3), jax.random.key(0))
-    np.testing.assert_array_equal(update_P, np.zeros(3))
-    assert float(clip) == 9.0
+    for quantile in (0.5, 0.3):
+        of_clip = replace(never, clip=AdaptiveClip(initial=9.0, quantile=quantile))
+        update_P, clip = private_mean(of_clip.terms, jnp.float32(9.0), nothing(3), jax.random.key(0))
+        np.testing.assert_array_equal(update_P, np.zeros(3))
+        assert float(clip) == pytest.approx(9.0)
 
 
 def test_poisson_cohorts_are_independent_coins():

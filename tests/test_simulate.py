@@ -353,6 +353,16 @@ def test_noise_without_a_seed_is_never_the_same_twice(population):
     assert not np.array_equal(one.server.theta_P, other.server.theta_P)
 
 
+def test_without_a_seed_every_run_of_every_round_has_noise_of_its_own(population):
+    simulation = Simulation(population, MODEL, [CHOSEN, dp_fedavg(CHOSEN)], TRAINING)
+    keys = [tuple(key.tolist()) for round in (0, 0, 1) for key in simulation._noise_keys(round)]
+    assert len(set(keys)) == 6
+    seeded = Simulation(population, MODEL, [CHOSEN, dp_fedavg(CHOSEN)], TRAINING, noise_seed=7)
+    once, again, later = ([tuple(key.tolist()) for key in seeded._noise_keys(round)] for round in (0, 0, 1))
+    assert once == again
+    assert not set(once) & set(later)
+
+
 def test_a_packed_state_goes_on_to_the_bit(population):
     step = ServerStep(optimiser="adam", learning_rate=0.1, average=0.9)
     simulation, whole = final(population, CHOSEN, rounds=4, step=step)
@@ -451,6 +461,25 @@ assert simulation.engine.devices == int(sys.argv[1])
 own = simulation.personal_models(state, np.flatnonzero(~state.new_K))
 np.savez(sys.argv[2], theta=state.server.theta_P, clip=state.server.clip, own=own)
 """
+
+
+def test_a_server_may_have_fewer_test_examples_than_there_are_devices():
+    code = """
+import jax; jax.config.update('jax_num_cpu_devices', 4); jax.devices()
+from conftest import tiny_population
+from test_simulate import CHOSEN, final
+population = tiny_population([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6])
+for examples in (1, 3):
+    few = population._replace(server_x_N=population.server_x_N[:examples], server_y_N=population.server_y_N[:examples])
+    simulation, state = final(few, CHOSEN, 1)
+    print(simulation.engine.devices, [row.value for row in simulation.evaluate(state)[0]][0] * examples)
+"""
+    environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__)}
+    said = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
+    for line in said.stdout.splitlines():
+        devices, right = line.split()
+        assert devices == "4"
+        assert float(right) == pytest.approx(round(float(right)), abs=1e-5)  # each is counted once
 
 
 def test_noise_is_drawn_once_however_many_devices_there_are(tmp_path):

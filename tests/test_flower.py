@@ -266,6 +266,15 @@ RUBBISH = {
         ),
         "wrong shape",
     ),
+    "more than its header says": (
+        lambda r: with_records(
+            r,
+            update=ArrayRecord(
+                {**r.content["update"], "first/w": bytes_as_array(header_of("(12, 5)") + bytes(4 * 60 + 100_000))}
+            ),
+        ),
+        "wrong shape",
+    ),
     "doubles": (lambda r: changed(r, first_w=WEIGHTS.astype(np.float64)[:, :2]), "wrong dtype"),
     "integers": (lambda r: changed(r, first_w=WEIGHTS.astype(np.int32)), "wrong dtype"),
     "no numbers at all": (
@@ -340,6 +349,28 @@ def test_an_answer_to_a_message_that_was_never_sent_is_refused_and_counted(tmp_p
     sent = sum(row.value for row in history_of(haunted) if row.metric == "sent")
     strange = [row.value for row in history_of(haunted) if (row.group, row.metric) == (SERVER, "refused: replayed")]
     assert strange[-1] == sent > 0
+
+
+def test_what_was_counted_before_a_crash_is_counted_after_it(tmp_path):
+    wanted, grid = deployment(tmp_path, levels=ALWAYS), everyone(tmp_path, PLAIN)
+    ghost = Message(RecordDict(), 1, "train")
+    ghost.metadata.__dict__["_message_id"] = "a message of last year"
+    grid.tamper = lambda message, reply, node: (
+        [reply, Message(reply.content, reply_to=ghost)] if trains([message]) else [reply]
+    )
+
+    def crash(messages):
+        if trains(messages) and messages[0].metadata.group_id == "2":
+            raise Crash
+
+    grid.on_push = crash
+    with pytest.raises(Crash):
+        play_plain(grid, wanted)
+    grid.on_push = lambda messages: None
+    play_plain(grid, wanted)
+    strange = [row.value for row in history_of(wanted) if (row.group, row.metric) == (SERVER, "refused: replayed")]
+    clients = len(LEVELS)
+    assert strange == [clients, 2 * clients, 3 * clients]
 
 
 def test_a_second_reply_to_the_same_message_is_refused_and_the_first_counts(tmp_path):

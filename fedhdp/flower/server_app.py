@@ -48,6 +48,7 @@ class Record(msgspec.Struct):
     stretches: list[Stretch] = []
     left_out: set[str] = set()
     refused: dict[str, dict[str, int]] = {}
+    strangers: int = 0
 
 
 def server_app(start_model: Callable[[Deployment], Arrays], score: Score | None = None) -> ServerApp:
@@ -150,7 +151,7 @@ def _play(grid: Grid, strategy: FedHDP, part: VariantFolder, keep: Callable[[], 
 def _pack(strategy: FedHDP) -> dict[str, np.ndarray]:
     purse, registry = strategy.purse, strategy.registry
     refused = {name: dict(counts) for name, counts in strategy.refused.items()}
-    record = Record(registry.members, purse.stretches, purse.left_out, refused)
+    record = Record(registry.members, purse.stretches, purse.left_out, refused, strategy.strangers)
     arrays = {f"server_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(strategy.state))}
     text = np.frombuffer(msgspec.json.encode(record), np.uint8)
     return arrays | {"round": np.array(strategy.round), "record": text}
@@ -170,6 +171,7 @@ def _restore(strategy: FedHDP, checkpoint: dict[str, np.ndarray], record: Record
     strategy.state = jax.tree.unflatten(tree, packed)
     strategy.round = int(checkpoint["round"])
     strategy.refused |= {name: Counter(counts) for name, counts in record.refused.items()}
+    strategy.strangers = record.strangers
 
 
 def _parameters(strategy: FedHDP) -> Arrays:

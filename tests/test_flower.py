@@ -724,7 +724,9 @@ def test_an_older_ledger_than_the_checkpoint_is_refused(tmp_path):
 
 
 def test_an_older_ledger_is_refused_also_where_somebody_joins(tmp_path):
-    wanted, grid, old = deployment(tmp_path, rounds=4, **UNSEEDED), everyone(tmp_path, PLAIN), tmp_path / "old"
+    levels = {name: replace(level, sampling_rate=1.0) for name, level in OFFER.items()}  # so that somebody is sent to
+    wanted, old = deployment(tmp_path, levels=levels, rounds=4, **UNSEEDED), tmp_path / "old"
+    grid = everyone(tmp_path, PLAIN)
     del grid.nodes[107]
 
     def crash(messages):

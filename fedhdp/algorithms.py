@@ -41,7 +41,7 @@ def non_private(mechanism: Mechanism) -> Mechanism:
 
 
 def local_only(mechanism: Mechanism) -> Mechanism:
-    """Nothing reaches the server, nor does a clip that would follow updates; clients train personal models alone."""
+    """Nothing reaches the server, bits for its clip neither: every client trains its personal model alone."""
     change = lambda group: replace(group, weight=0.0, pull=0.0)  # noqa: E731
     return _with_groups(non_private(mechanism), change, clip=mechanism.initial_clip)
 

@@ -459,19 +459,26 @@ def test_a_run_may_go_on_without_the_group_whose_budget_is_spent(tmp_path):
         assert compose(ledger.spent("private"), 1e-4) <= 5.0
 
 
-def test_groups_are_left_out_one_after_the_other(tmp_path):
+def of_three(ledger: Path, noise: dict[str, float], budgets: dict[str, float]) -> Experiment:
+    """The tiny experiment with its private clients in two groups, left out when what they may spend is spent."""
     chosen = tiny().mechanism
     open_, private = chosen.groups
-    one = replace(private, name="one", clients=10, epsilon=None, noise_multiplier=2.0, weight=1.0)
-    two = replace(private, name="two", clients=5, epsilon=None, noise_multiplier=2.0, weight=1.0)
-    experiment = tiny(
-        mechanism=replace(chosen, groups=(open_, one, two)),
-        ledger=str(tmp_path / "population.ledger"),
+    groups = [
+        replace(private, name=name, clients=clients, epsilon=None, noise_multiplier=noise[name], weight=1.0)
+        for name, clients in zip(noise, (10, 5))
+    ]
+    return tiny(
+        mechanism=replace(chosen, groups=(open_, *groups)),
+        ledger=str(ledger),
         noise_seed=None,
-        budgets={"one": LifetimeBudget(0.9, 1e-4), "two": LifetimeBudget(1.2, 1e-4)},
+        budgets={name: LifetimeBudget(epsilon, 1e-4) for name, epsilon in budgets.items()},
         when_spent="leave_out",
         variants=tiny().variants[1:],
     )
+
+
+def test_groups_are_left_out_one_after_the_other(tmp_path):
+    experiment = of_three(tmp_path / "population.ledger", {"one": 2.0, "two": 2.0}, {"one": 0.9, "two": 1.2})
     rounds = [group.rounds for group in run(experiment, tmp_path / "run", onwards).variants[0].groups]
     assert 0 < rounds[1] < rounds[2] < rounds[0] == 12
 
@@ -491,18 +498,7 @@ def test_variants_that_sample_in_two_ways_are_not_charged_in_one_ledger(tmp_path
 
 
 def test_the_epsilons_of_a_run_that_left_a_group_out_are_those_of_what_was_really_run(tmp_path):
-    chosen = tiny().mechanism
-    open_, private = chosen.groups
-    relaxed = replace(private, name="relaxed", clients=10, epsilon=None, noise_multiplier=0.7, weight=1.0)
-    strict = replace(private, name="strict", clients=5, epsilon=None, noise_multiplier=3.0, weight=1.0)
-    experiment = tiny(
-        mechanism=replace(chosen, groups=(open_, relaxed, strict)),
-        ledger=str(tmp_path / "population.ledger"),
-        noise_seed=None,
-        budgets={"strict": LifetimeBudget(0.8, 1e-4)},
-        when_spent="leave_out",
-        variants=tiny().variants[1:],
-    )
+    experiment = of_three(tmp_path / "population.ledger", {"relaxed": 0.7, "strict": 3.0}, {"strict": 0.8})
     variant = run(experiment, tmp_path / "run", onwards).variants[0]
     assert 0 < variant.groups[2].rounds < variant.groups[1].rounds == 12
     with Ledger(experiment.ledger, fits, read_only=True) as ledger:

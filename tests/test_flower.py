@@ -7,6 +7,7 @@ import math
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -129,6 +130,27 @@ def charged(wanted: Deployment) -> int:
 
 def trains(messages: list[Message]) -> bool:
     return any(message.metadata.message_type == "train" for message in messages)
+
+
+class Crash(BaseException):
+    """The end of a ServerApp."""
+
+
+def crash_in(round: int) -> Callable[[list[Message]], None]:
+    """A server that ends while it sends out this round."""
+
+    def crash(messages: list[Message]) -> None:
+        if trains(messages) and messages[0].metadata.group_id == str(round):
+            raise Crash
+
+    return crash
+
+
+def haunted(message: Message, reply: Message, node: Node) -> list[Message]:
+    """To each reply another, to a message that was never sent."""
+    ghost = Message(RecordDict(), 1, "train")
+    ghost.metadata.__dict__["_message_id"] = "a message of last year"
+    return [reply, Message(reply.content, reply_to=ghost)] if trains([message]) else [reply]
 
 
 def equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
@@ -334,36 +356,22 @@ def test_rubbish_is_refused_and_counted_and_the_client_counts_as_absent(tmp_path
 
 
 def test_an_answer_to_a_message_that_was_never_sent_is_refused_and_counted(tmp_path):
-    plain, haunted = deployment(tmp_path / "a"), deployment(tmp_path / "b")
+    plain, wanted = deployment(tmp_path / "a"), deployment(tmp_path / "b")
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     play(everyone(), plain)
-    grid, ghost = everyone(), Message(RecordDict(), 1, "train")
-    ghost.metadata.__dict__["_message_id"] = "a message of last year"
-
-    def haunt(message, reply, node):
-        return [reply, Message(reply.content, reply_to=ghost)] if trains([message]) else [reply]
-
-    grid.tamper = haunt
-    play(grid, haunted)
-    assert equal(model_of(plain), model_of(haunted))
-    sent = sum(row.value for row in history_of(haunted) if row.metric == "sent")
-    strange = [row.value for row in history_of(haunted) if (row.group, row.metric) == (SERVER, "refused: replayed")]
+    grid = everyone()
+    grid.tamper = haunted
+    play(grid, wanted)
+    assert equal(model_of(plain), model_of(wanted))
+    sent = sum(row.value for row in history_of(wanted) if row.metric == "sent")
+    strange = [row.value for row in history_of(wanted) if (row.group, row.metric) == (SERVER, "refused: replayed")]
     assert strange[-1] == sent > 0
 
 
 def test_what_was_counted_before_a_crash_is_counted_after_it(tmp_path):
     wanted, grid = deployment(tmp_path, levels=ALWAYS), everyone(tmp_path, PLAIN)
-    ghost = Message(RecordDict(), 1, "train")
-    ghost.metadata.__dict__["_message_id"] = "a message of last year"
-    grid.tamper = lambda message, reply, node: (
-        [reply, Message(reply.content, reply_to=ghost)] if trains([message]) else [reply]
-    )
-
-    def crash(messages):
-        if trains(messages) and messages[0].metadata.group_id == "2":
-            raise Crash
-
-    grid.on_push = crash
+    grid.tamper = haunted
+    grid.on_push = crash_in(2)
     with pytest.raises(Crash):
         play_plain(grid, wanted)
     grid.on_push = lambda messages: None
@@ -619,10 +627,6 @@ def test_a_client_that_joins_late_takes_part_and_the_epsilons_of_both_mechanisms
         assert variant.groups[2].epsilon == pytest.approx(compose(ledger.spent("strict"), 1e-4))
 
 
-class Crash(BaseException):
-    """The end of a ServerApp."""
-
-
 @pytest.mark.parametrize("moment", ["while sending", "after the replies"])
 def test_a_run_that_crashed_goes_on_to_the_same_model_and_what_was_sent_twice_is_charged_twice(
     tmp_path, moment, monkeypatch
@@ -634,12 +638,8 @@ def test_a_run_that_crashed_goes_on_to_the_same_model_and_what_was_sent_twice_is
     play_plain(everyone(tmp_path / "whole", PLAIN), whole)
     grid = everyone(tmp_path / "broken", PLAIN)
 
-    def crash(messages):
-        if trains(messages) and messages[0].metadata.group_id == "2":
-            raise Crash
-
     if moment == "while sending":
-        grid.on_push = crash
+        grid.on_push = crash_in(2)
         with pytest.raises(Crash):
             play_plain(grid, broken)
     else:
@@ -711,11 +711,7 @@ def test_a_folder_of_another_deployment_is_refused_and_a_finished_one_is_left_al
 def test_an_older_ledger_than_the_checkpoint_is_refused(tmp_path):
     wanted, grid = deployment(tmp_path, rounds=3), everyone(tmp_path, PLAIN)
 
-    def crash(messages):
-        if trains(messages) and messages[0].metadata.group_id == "2":
-            raise Crash
-
-    grid.on_push = crash
+    grid.on_push = crash_in(2)
     with pytest.raises(Crash):
         play_plain(grid, wanted)
     Path(wanted.ledger).unlink()

@@ -160,7 +160,8 @@ def _levels(app: str, rounds: int | None, delta: float | None) -> dict[str, Any]
     from fedhdp.flower.deployment import from_app
 
     offered = from_app(Path(app), **_given(rounds, delta))
-    promised = {group.name: group for group in offered.mechanism(dict.fromkeys(offered.levels, 1)).groups}
+    mechanism = offered.mechanism(dict.fromkeys(offered.levels, 1))
+    promised, sampling = {group.name: group for group in mechanism.groups}, mechanism.sampling
     levels = []
     for name in offered.strictness:
         asked = (promised[name].noise_multiplier, promised[name].sampling_rate, offered.rounds, offered.delta_of(name))
@@ -169,8 +170,8 @@ def _levels(app: str, rounds: int | None, delta: float | None) -> dict[str, Any]
             {
                 "level": name,
                 "opted_out": promised[name].opted_out,
-                "epsilon": epsilon_of(*asked),
-                "epsilon_pld": epsilon_of(*asked, "pld"),
+                "epsilon": epsilon_of(*asked, "rdp", sampling),
+                "epsilon_pld": epsilon_of(*asked, "pld", sampling),
                 "delta": asked[3],
                 "noise_multiplier": asked[0],
                 "sampling_rate": asked[1],
@@ -178,7 +179,7 @@ def _levels(app: str, rounds: int | None, delta: float | None) -> dict[str, Any]
                 "budget": budget and budget.epsilon,
             }
         )
-    basis = {"rounds": offered.rounds, "sampling": "poisson", "adjacency": ADJACENCY["poisson"]}
+    basis = {"rounds": offered.rounds, "sampling": sampling, "adjacency": ADJACENCY[sampling]}
     return {"deployment": offered.name, **basis, "repeatable": offered.repeatable, "levels": levels}
 
 
@@ -224,6 +225,10 @@ def _priced(experiment: Experiment, tuning: tuple[float, float] | None) -> dict[
     return {"experiment": experiment.name, "tuning": in_words(*tuning) if tuning else None, "mechanisms": priced}
 
 
+def _cost(rounds: int) -> str:
+    return f"{counted(rounds)} cost{'s' * (rounds == 1)}"
+
+
 def _print_answer(answer: dict[str, Any]) -> None:
     from fedhdp.accounting import SAMPLER
 
@@ -242,9 +247,8 @@ def _print_answer(answer: dict[str, Any]) -> None:
             f"It costs {cost} ({rests})."
         )
     else:
-        paid = f"{counted(answer['rounds'])} cost{'s' * (answer['rounds'] == 1)}"
         out.print(
-            f"Epsilon {cost} at delta {answer['delta']:g} is what {paid} a client "
+            f"Epsilon {cost} at delta {answer['delta']:g} is what {_cost(answer['rounds'])} a client "
             f"when the noise is {noise} times what {changed} can change ({rests})."
         )
     if answer["opted_out"]:
@@ -272,9 +276,7 @@ def _print_table(answer: dict[str, Any]) -> None:
     out, tuned = console(), answer["tuning"] is not None
     first = answer["mechanisms"][0]["groups"][0]
     rests = f"{SAMPLER[first['sampling']]}, {first['adjacency']}"
-    out.print(
-        f"{answer['experiment']}: what {counted(first['rounds'])} cost{'s' * (first['rounds'] == 1)} each group ({rests})"
-    )
+    out.print(f"{answer['experiment']}: what {_cost(first['rounds'])} each group ({rests})")
     numbers = ("clients", "q", "z", "delta", "ε RDP", "ε PLD", *(["ε tuned"] if tuned else []))
     shown = table(("variant", "group"), numbers)
     for mechanism in answer["mechanisms"]:
@@ -305,8 +307,7 @@ def _print_levels(answer: dict[str, Any]) -> None:
 
     out = console()
     rests = f"{SAMPLER[answer['sampling']]}, {answer['adjacency']}"
-    cost = "costs" if answer["rounds"] == 1 else "cost"
-    out.print(f"{answer['deployment']}: what {counted(answer['rounds'])} {cost} a client of each level ({rests})")
+    out.print(f"{answer['deployment']}: what {_cost(answer['rounds'])} a client of each level ({rests})")
     shown = table(("level",), ("q", "z", "weight", "delta", "ε RDP", "ε PLD", "budget"))
     for number, level in enumerate(answer["levels"]):
         shown.add_row(

@@ -43,7 +43,7 @@ def store_tff(path: Path, sha256: str, progress: Progress, directory: Path | Non
             _unpack(path, unpacked, progress)
         database = unpacked if compressed else path
         _refuse_short(database, path)
-        connection = sqlite3.connect(f"file:{quote(str(database.absolute()))}?mode=ro&immutable=1", uri=True)
+        connection = _connect(database)
         try:
             _store(connection, path, writer, progress)
         except sqlite3.Error as error:
@@ -57,13 +57,16 @@ def is_tff(path: Path) -> bool:
     """Whether a SQLite database has the tables of TFF's; a damaged one is refused."""
     _refuse_short(path, path)
     try:
-        with closing(
-            sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1", uri=True)
-        ) as connection:
+        with closing(_connect(path)) as connection:
             tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
             return {"examples", "client_metadata"} <= {name for (name,) in tables}
     except sqlite3.Error as error:
         raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """A database that is read alone."""
+    return sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1", uri=True)
 
 
 def _unpack(path: Path, unpacked: Path, progress: Progress) -> None:

@@ -625,6 +625,8 @@ def test_orderings_compare_rows_on_the_seeds_that_all_have(tmp_path):
     assert more.orderings == found.orderings
     assert more.seeds == (0, 1)
     assert line_of(more, "DP-FedAvg+Ditto").cells["acc_g"].mean == pytest.approx(83.16, abs=0.01)
+    kept = {row["row"]: row["seeds"] for row in json.loads(summary(more))["rows"] if row["pull"] is None}
+    assert (kept["DP-FedAvg+Ditto"], kept["HDP-FedAvg+Ditto"]) == ([0, 1], [0])
     assert "orderings compare them on seeds 0, which all have" in paper_writing.footnotes(more)[-1]
     assert "unequal seeds" not in " ".join(paper_writing.footnotes(found))
 

@@ -54,10 +54,9 @@ def summary(found: Comparison) -> bytes:
     """What to keep of a table: each number's mean, spread and seeds, with how, on what and how fast they were made."""
     rows = []
     for line in found.lines:
+        which = {"part": line.key.part, "row": line.key.row, "pull": line.key.pull, "seeds": line.seeds}
         kept = {c: [round(value, 3) for value in cell.values] for c, cell in line.cells.items()}
-        rows.append(
-            msgspec.json.encode({"part": line.key.part, "row": line.key.row, "pull": line.key.pull} | kept).decode()
-        )
+        rows.append(msgspec.json.encode(which | kept).decode())
     head = {
         "table": found.table,
         "data": found.data,

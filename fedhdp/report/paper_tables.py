@@ -35,7 +35,7 @@ class Cell(msgspec.Struct, frozen=True):
     sd: float | None  # over seeds; None: there is one
     low: float | None  # the interval of the mean
     high: float | None
-    values: tuple[float, ...]  # by seed
+    values: tuple[float, ...]  # one for each of its line's seeds that has it
     paper: float | None = None
     difference: float | None = None
     holds: bool | None = None  # whether the interval holds the paper's number
@@ -47,6 +47,7 @@ class Line(msgspec.Struct, frozen=True):
     key: Key
     cells: dict[str, Cell]
     close: bool | None = None  # whether the global accuracy is within a point of the paper's
+    seeds: tuple[int, ...] = ()
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -158,7 +159,8 @@ def _line(key: Key, found: dict[int, dict[str, float]], table: PaperTable | None
     columns = dict.fromkeys(column for values in found.values() for column in values)
     cells = {c: cell([values[c] for values in found.values() if c in values], papers.get(c)) for c in columns}
     difference = cells["acc_g"].difference if "acc_g" in cells else None
-    return Line(key, cells, None if difference is None or key.part != "paper" else abs(difference) <= CLOSE)
+    close = None if difference is None or key.part != "paper" else abs(difference) <= CLOSE
+    return Line(key, cells, close, tuple(found))
 
 
 def _order(key: Key) -> tuple:

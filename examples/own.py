@@ -1,5 +1,8 @@
 """Your own data, model, levels, weights and optimiser: `python examples/own.py`, a quarter of a minute on two cores.
 
+The first two functions are all that a command needs: `fedhdp run examples/own.toml` compares algorithms on these clinics,
+keeps the run in a folder and can go on with it. What comes after them is the same in Python, with a server of its own.
+
 Six hundred clinics, with 15 to 60 patients each, predict how many days a patient stays from eight measurements. Clinics
 differ, so that each keeps a personal model; a third of them want strong privacy, a third some, a third none.
 """
@@ -20,42 +23,40 @@ from fedhdp.server import ServerStep
 from fedhdp.simulate import Simulation
 
 ROUNDS, DELTA = 60, 1e-3
-rng = np.random.default_rng(0)
+
 
 # Data: examples lie client after client, with how many each has. Every client is in the test part too, if only with 0.
-counts = rng.integers(15, 61, 600)
-shared = 2 * rng.normal(size=(8, 1))
-own = [shared + 0.5 * rng.normal(size=(8, 1)) for _ in counts]
+def population(seed):
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(15, 61, 600)
+    shared = 2 * rng.normal(size=(8, 1))
+    own = [shared + 0.5 * rng.normal(size=(8, 1)) for _ in counts]
 
+    def patients(counts):
+        """Measurements, and the days that each clinic's own rule gives them: of the shape of the model's outputs."""
+        x = rng.normal(size=(counts.sum(), 8)).astype(np.float32)
+        y = np.concatenate([part @ rule for part, rule in zip(np.split(x, np.cumsum(counts)[:-1]), own)])
+        return x, (y + 0.1 * rng.normal(size=y.shape)).astype(np.float32)
 
-def patients(counts):
-    """Measurements, and the days that each clinic's own rule gives them: of the shape of the model's outputs."""
-    x = rng.normal(size=(counts.sum(), 8)).astype(np.float32)
-    y = np.concatenate([part @ rule for part, rule in zip(np.split(x, np.cumsum(counts)[:-1]), own)])
-    return x, (y + 0.1 * rng.normal(size=y.shape)).astype(np.float32)
-
-
-train, test = examples(*patients(counts), counts), examples(*patients(counts // 5), counts // 5)
-server_x = rng.normal(size=(500, 8)).astype(np.float32)
-population = Population("clinics", train, test, server_x, (server_x @ shared).astype(np.float32), classes=1)
+    train, test = examples(*patients(counts), counts), examples(*patients(counts // 5), counts // 5)
+    server_x = rng.normal(size=(500, 8)).astype(np.float32)
+    return Population("clinics", train, test, server_x, (server_x @ shared).astype(np.float32), classes=1)
 
 
 # Model: any pytree of float arrays, and a function of it. The key is for dropout, and None in evaluation.
-def init(key):
-    first, second = jax.random.split(key)
-    return {"w1": 0.3 * jax.random.normal(first, (8, 16)), "w2": 0.3 * jax.random.normal(second, (16, 1))}
+def model():
+    def init(key):
+        first, second = jax.random.split(key)
+        return {"w1": 0.3 * jax.random.normal(first, (8, 16)), "w2": 0.3 * jax.random.normal(second, (16, 1))}
 
+    def apply(parameters, x, key):
+        return jnp.tanh(x @ parameters["w1"]) @ parameters["w2"]
 
-def apply(parameters, x, key):
-    return jnp.tanh(x @ parameters["w1"]) @ parameters["w2"]
+    def score(output, target):
+        """One number for each example, better if higher: whether the prediction is right to a day."""
+        return (jnp.abs(output - target)[:, 0] < 1).astype(jnp.float32)
 
-
-def score(output, target):
-    """One number for each example, better if higher: whether the prediction is right to a day."""
-    return (jnp.abs(output - target)[:, 0] < 1).astype(jnp.float32)
-
-
-model = Model(init, apply, loss=squared_error, score=score)
+    return Model(init, apply, loss=squared_error, score=score)
 
 
 # The server: any optax optimiser, which sees the noised update as minus a gradient. It costs no privacy.
@@ -77,11 +78,12 @@ def by_noise(mechanism):
 
 
 if __name__ == "__main__":
+    clinics, net = population(seed=0), model()
     training = LocalTraining(epochs=3, batch_size=10, learning_rate=0.02)
     rules = {"all alike": mechanism, "by their noise": by_noise(mechanism)}
     for rdp, pld in table(rules["by their noise"], ROUNDS, DELTA):
         print(f"{rdp}, by PLD {rounded_up(pld.epsilon)}")
-    simulation = Simulation(population, model, list(rules.values()), training, Nesterov(learning_rate=0.5))
+    simulation = Simulation(clinics, net, list(rules.values()), training, Nesterov(learning_rate=0.5))
     state = simulation.start()
     for _ in range(ROUNDS):
         state = simulation.play(state)
@@ -97,5 +99,5 @@ if __name__ == "__main__":
         better = scores["personal"][:, number] > scores["global"][:, number]
         print(f"with weights {name}, their own models are better for {better.sum()} of {len(better)} clinics")
     theta = simulation.engine.unravel(simulation.personal_models(state, clients=3, number=1)[0])
-    days = model.apply(theta, train.x_N[train.start_K[3] :][:3], None)[:, 0]
+    days = net.apply(theta, clinics.train.x_N[clinics.train.start_K[3] :][:3], None)[:, 0]
     print("what clinic 3 expects for its first patients:", ", ".join(f"{one:.1f}" for one in days))

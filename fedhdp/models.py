@@ -207,12 +207,22 @@ def check_data(population: Population, model: Model) -> None:
         raise ValueError("labels must be whole numbers where the loss is cross_entropy")
     x_N = jax.ShapeDtypeStruct((2, *population.input_shape), jnp.float32)
     y_N = jax.ShapeDtypeStruct((2, *population.server_y_N.shape[1:]), population.server_y_N.dtype)
-    outputs = jax.eval_shape(lambda key, x_N: model.apply(model.init(key), x_N, key), jax.random.key(0), x_N)
+    key = jax.random.key(0)
+    outputs = _shape_of("predict", lambda x_N: model.apply(model.init(key), x_N, key), x_N)
     for name, judge in (("loss", model.loss), ("score", model.score)):
-        found = jax.eval_shape(judge, outputs, y_N).shape
+        found = _shape_of(f"take the {name}", judge, outputs, y_N).shape
         require(found == (2,), f"the shape of the model's {name} for two examples", found, "one number for each")
     if model.loss is cross_entropy:
         found = [int(extreme(y_N)) for y_N in labels if len(y_N) for extreme in (np.min, np.max)]
         classes = outputs.shape[-1]
         rule = f"from 0 to {classes - 1}, as the model has {classes} outputs"
         require(0 <= min(found) <= max(found) < classes, "labels", (min(found), max(found)), rule)
+
+
+def _shape_of(what: str, function: Callable[..., Array], *arguments: Any) -> Any:
+    """The shape of what a function of a model returns; where it fails, with what it was given."""
+    try:
+        return jax.eval_shape(function, *arguments)
+    except (TypeError, ValueError, IndexError, KeyError) as error:
+        given = " and ".join(f"{one.dtype}{list(one.shape)}" for one in arguments)
+        raise ValueError(f"the model cannot {what} with {given}: {type(error).__name__}: {error}") from error

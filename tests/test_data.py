@@ -32,7 +32,8 @@ from fedhdp.datasets.splitting import nine_tenths
 from fedhdp.datasets.tff import parse_example
 from fedhdp.datasets.tff_sizes import tff_sizes
 from fedhdp.experiments import EXPERIMENTS
-from fedhdp.experiments.spec import Femnist, Handwriting, Mnist, from_toml, to_toml
+from fedhdp.experiments.choices import Femnist, Handwriting, Mnist
+from fedhdp.experiments.spec import from_toml, to_toml
 from fedhdp.ledger import Ledger
 
 RNG = np.random.default_rng(0)

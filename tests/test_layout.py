@@ -5,26 +5,15 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 
 from fedhdp.algorithms import ALGORITHMS
 from fedhdp.client import LocalTraining
-from fedhdp.experiments.spec import (
-    Cnn,
-    Experiment,
-    Femnist,
-    Handwriting,
-    LifetimeBudget,
-    Linear,
-    Mlp,
-    Mnist,
-    Variant,
-    WantedGroup,
-    WantedMechanism,
-    from_toml,
-)
+from fedhdp.experiments.choices import Data, ModelChoice
+from fedhdp.experiments.spec import Experiment, LifetimeBudget, Variant, WantedGroup, WantedMechanism, from_toml
 from fedhdp.mechanism import AdaptiveClip
 from fedhdp.server import ServerStep
 
@@ -168,7 +157,7 @@ def test_the_page_about_experiments_has_every_key_and_its_example_can_be_run():
         LocalTraining,
         ServerStep,
     ]
-    structs += [Handwriting, Mnist, Femnist, Mlp, Cnn, Linear]
+    structs += [*get_args(Data), *get_args(ModelChoice)]
     keys = {field.encode_name for struct in structs for field in msgspec.structs.fields(struct)}
     named = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", page))))
     assert keys - named == set()

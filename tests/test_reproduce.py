@@ -19,9 +19,10 @@ from fedhdp.accounting import epsilon_of
 from fedhdp.calibration import noise_multiplier_for
 from fedhdp.cli import main
 from fedhdp.experiments import own, paper, reproducing
+from fedhdp.experiments.choices import Femnist, Handwriting, Mlp, Mnist
 from fedhdp.experiments.paper import TABLES, Options, Part, Row
 from fedhdp.experiments.run import Interrupted
-from fedhdp.experiments.spec import Femnist, Handwriting, Mlp, Mnist, from_toml, to_toml
+from fedhdp.experiments.spec import from_toml, to_toml
 from fedhdp.outcome import GroupResult, Summary, VariantResult
 from fedhdp.progress import ProgressDisplay
 from fedhdp.report import paper_figures, paper_runs, paper_tables, paper_writing

@@ -13,9 +13,10 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from fedhdp.experiments import paper
+from fedhdp.experiments.choices import Data
 from fedhdp.experiments.paper import AVERAGED, PULLS, ROUNDS, Options, Part, Row
 from fedhdp.experiments.quickstart import OPTED_OUT, PRIVATE
-from fedhdp.experiments.spec import Data, Experiment, Variant, WantedGroup, WantedMechanism
+from fedhdp.experiments.spec import Experiment, Variant, WantedGroup, WantedMechanism
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Sampling
 from fedhdp.plan import PAPERS_PARAMETERS, weighed
 from fedhdp.server import ServerStep

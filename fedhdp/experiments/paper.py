@@ -18,20 +18,9 @@ from msgspec.structs import replace
 from fedhdp.client import LocalTraining
 from fedhdp.datasets import stored
 from fedhdp.datasets.femnist import Origin, femnist
+from fedhdp.experiments.choices import Cnn, Data, Femnist, Handwriting, Mlp, Mnist, ModelChoice
 from fedhdp.experiments.quickstart import OPTED_OUT, PAPER_TRAINING, PRIVATE
-from fedhdp.experiments.spec import (
-    Cnn,
-    Data,
-    Experiment,
-    Femnist,
-    Handwriting,
-    Mlp,
-    Mnist,
-    ModelChoice,
-    Variant,
-    WantedGroup,
-    WantedMechanism,
-)
+from fedhdp.experiments.spec import Experiment, Variant, WantedGroup, WantedMechanism
 from fedhdp.mechanism import AdaptiveClip, Sampling, require
 from fedhdp.server import ServerStep
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+from fedhdp.experiments.choices import Handwriting, Mlp
 from fedhdp.experiments.quickstart import PAPER_TRAINING
-from fedhdp.experiments.spec import Experiment, Handwriting, Mlp, Variant, WantedGroup, WantedMechanism
+from fedhdp.experiments.spec import Experiment, Variant, WantedGroup, WantedMechanism
 from fedhdp.plan import Plan
 
 PIXELS, CLASSES = 784, 10

@@ -6,7 +6,8 @@ All are of the paper's non-IID MNIST shape: 2,000 clients with 30 samples, 5% of
 from __future__ import annotations
 
 from fedhdp.client import LocalTraining
-from fedhdp.experiments.spec import Cnn, Experiment, Handwriting, Variant, WantedGroup, WantedMechanism
+from fedhdp.experiments.choices import Cnn, Handwriting
+from fedhdp.experiments.spec import Experiment, Variant, WantedGroup, WantedMechanism
 from fedhdp.mechanism import AdaptiveClip
 
 PAPER_TRAINING = LocalTraining(epochs=25, batch_size=20, learning_rate=0.5, decay=0.9, decay_every=50)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from msgspec.structs import replace
 
 import fedhdp
 from fedhdp import results
@@ -51,8 +50,7 @@ Watch = Callable[[Progress], bool]  # is told after every round; False asks the 
 def run(experiment: Experiment, out: Path, watch: Watch) -> Summary:
     """Run an experiment into a new folder; where it cannot even begin, there is no folder."""
     mechanism = experiment.mechanism.mechanism(experiment.rounds, experiment.delta)
-    if experiment.ledger is not None:  # wherever it is gone on with from
-        experiment = replace(experiment, ledger=str(Path(experiment.ledger).absolute()))
+    experiment = experiment.pinned()
     with RunFolder.create(out, to_toml(experiment).encode()) as folder:
         try:
             return _run(experiment, mechanism, folder, watch)

@@ -6,7 +6,6 @@ rounds, from which the noise is computed. ``epsilon = inf`` opts out.
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from collections.abc import Callable
@@ -19,10 +18,8 @@ import tomli_w
 
 from fedhdp.algorithms import ALGORITHMS
 from fedhdp.client import LocalTraining
-from fedhdp.datasets.splitting import Split
+from fedhdp.experiments.choices import NAMES, Data, Mlp, ModelChoice, PythonFile, clients_of
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, PrivacyGroup, Sampling, require
-from fedhdp.models import Model, cnn, linear, mlp
-from fedhdp.population import Population, hold_out
 from fedhdp.results import can_be_folder, slug
 from fedhdp.server import ServerStep
 
@@ -89,104 +86,6 @@ class WantedMechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 mechanism, {g.name: g.epsilon for g in asked if g.epsilon is not None}, rounds, wanted
             )
         return mechanism
-
-
-class Handwriting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="handwriting"):
-    """The embedded handwriting."""
-
-    clients: int
-    samples: int = 30
-    test_samples: int = 10
-    server_test: int = 10_000
-    split: Split = "one_digit"
-    classes: Literal[10, 62] = 10
-    sizes: Literal["alike", "tff"] = "alike"  # tff: as many examples as the clients of TFF's federated EMNIST have
-    validation: float = 0.0  # the share of its train examples that a client holds out, to choose its pull by
-
-    def load(self, mechanism: Mechanism, seed: int) -> Population:
-        """Make it; in the skewed split it is the first group who all hold one digit."""
-        from fedhdp.datasets.handwriting import handwriting
-        from fedhdp.datasets.tff_sizes import tff_sizes
-
-        skewed = mechanism.groups[0].clients if self.split == "skewed" else 0
-        numbers = (self.clients, self.samples, self.test_samples, self.server_test)
-        sizes, test_sizes = None, None
-        if self.sizes == "tff":
-            sizes, test_sizes = (size_K[: self.clients].tolist() for size_K in tff_sizes(self.classes, seed))
-        made = handwriting(*numbers, self.split, self.classes, skewed, sizes, seed, test_sizes)
-        return hold_out(made, self.validation, seed)
-
-
-class Mnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="mnist"):
-    """MNIST from the data directory: one digit for each client, or the images of one writer."""
-
-    clients: int
-    samples: int = 30
-    test_samples: int = 100
-    split: Split = "one_digit"
-    validation: float = 0.0
-
-    def load(self, mechanism: Mechanism, seed: int) -> Population:
-        """Read it; in the skewed split it is the first group who all hold a 7."""
-        from fedhdp.datasets.mnist import mnist
-
-        skewed = mechanism.groups[0].clients if self.split == "skewed" else 0
-        made = mnist(self.split, self.clients, skewed, self.samples, self.test_samples, seed)
-        return hold_out(made, self.validation, seed)
-
-
-class Femnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="femnist"):
-    """Digits and letters by writer from the data directory; TFF's with 10 classes are the paper's FMNIST."""
-
-    clients: int
-    origin: Literal["tff", "leaf", "330"] = "tff"
-    classes: Literal[10, 62] = 62
-    validation: float = 0.0
-
-    def load(self, mechanism: Mechanism, seed: int) -> Population:
-        """Read it."""
-        from fedhdp.datasets.femnist import femnist
-
-        return hold_out(femnist(self.origin, self.classes, self.clients, seed), self.validation, seed)
-
-
-class Mlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="mlp"):
-    """The paper's network for MNIST."""
-
-    hidden: int = 50
-
-    def __post_init__(self) -> None:
-        require(self.hidden >= 1, "hidden", self.hidden, "at least 1")
-
-    def build(self, inputs: int, classes: int) -> Model:
-        """Make it."""
-        return mlp(inputs, self.hidden, classes)
-
-
-class Cnn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="cnn"):
-    """The paper's network for FEMNIST."""
-
-    kernel: int = 3
-
-    def __post_init__(self) -> None:
-        require(self.kernel >= 1, "kernel", self.kernel, "at least 1")
-
-    def build(self, inputs: int, classes: int) -> Model:
-        """Make it."""
-        return cnn(math.isqrt(inputs), classes, self.kernel)
-
-
-class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="linear"):
-    """Multinomial logistic regression."""
-
-    def build(self, inputs: int, classes: int) -> Model:
-        """Make it."""
-        return linear(inputs, classes)
-
-
-Data = Handwriting | Mnist | Femnist
-ModelChoice = Mlp | Cnn | Linear
-NAMES: dict[str, tuple[str, ...]] = {"data": ("handwriting", "mnist", "femnist"), "model": ("mlp", "cnn", "linear")}
 
 
 class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -259,8 +158,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def population(self) -> str:
         """Whose clients are numbered, in words: with other data, or another seed, the same number is somebody else."""
-        said = {name: value for name, value in msgspec.to_builtins(self.data).items() if name != "validation"}
-        return f"{said.pop('name')} ({', '.join(f'{name} {value}' for name, value in said.items())}), seed {self.seed}"
+        return f"{clients_of(self.data)}, seed {self.seed}"
 
     def __post_init__(self) -> None:
         require(self.rounds >= 1, "rounds", self.rounds, "at least 1")
@@ -288,6 +186,19 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for variant in self.variants:
             asked = self.mechanism._at([group.noise_multiplier or 0.0 for group in self.mechanism.groups])
             self.training.check(variant.mechanism(asked))
+
+    def beside(self, folder: Path) -> Experiment:
+        """The same with its files found from this folder, wherever it is gone on with from."""
+        return self._with_files(lambda file: file.beside(folder), self.ledger and str(folder / self.ledger))
+
+    def pinned(self) -> Experiment:
+        """The same with its files where and as they are now."""
+        return self._with_files(PythonFile.pinned, self.ledger and str(Path(self.ledger).absolute()))
+
+    def _with_files(self, found: Callable[[PythonFile], PythonFile], ledger: str | None) -> Experiment:
+        chosen = {"data": self.data, "model": self.model}
+        own = {name: found(one) for name, one in chosen.items() if isinstance(one, PythonFile)}
+        return msgspec.structs.replace(self, ledger=ledger, **own)
 
     def delta_of(self, group: str) -> float:
         """The delta at which a group's epsilon is told."""
@@ -351,7 +262,7 @@ KINDS = {
 PARTS = (WantedGroup, WantedMechanism, AdaptiveClip, LocalTraining, ServerStep, Variant, LifetimeBudget)
 FIELDS = {
     field.name: field
-    for struct in (Handwriting, Mnist, Femnist, Mlp, Cnn, Linear, *PARTS, Experiment)
+    for struct in (*get_args(Data), *get_args(ModelChoice), *PARTS, Experiment)
     for field in msgspec.structs.fields(struct)
 }
 CHOICES = {name: found for name, field in FIELDS.items() if (found := _choices(field.type))}
@@ -376,9 +287,7 @@ def find(name: str, built_in: dict[str, Callable[[], Experiment]]) -> Experiment
     if not name.endswith(".toml"):
         raise ValueError(f"there is no experiment {name!r}; there are {', '.join(built_in)}, or give a file.toml")
     try:
-        found = from_toml(Path(name).read_text(encoding="utf-8"), name)
-        at = found.ledger and str(Path(name).absolute().parent / found.ledger)
-        return msgspec.structs.replace(found, ledger=at)
+        return from_toml(Path(name).read_text(encoding="utf-8"), name).beside(Path(name).absolute().parent)
     except OSError as error:
         raise ValueError(f"{name} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -591,7 +591,7 @@ BAD = {
     "a model that does not exist": (
         'name = "mlp"',
         'name = "llm"',
-        r"model\.name must be one of mlp, cnn, linear, got 'llm'",
+        r"model\.name must be one of mlp, cnn, linear, python, got 'llm'",
     ),
     "an algorithm that does not exist": (
         '"dp_fedavg"',

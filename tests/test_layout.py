@@ -26,7 +26,7 @@ LEVELS = [  # each may import from those above it in this list, and nothing from
     {"models"},
     {"pace", "span"},
     {"accounting", "client", "datasets", "ledger", "metrics", "server", "theory"},
-    {"algorithms", "calibration", "engine", "outcome", "tuning"},
+    {"algorithms", "calibration", "charging", "engine", "outcome", "tuning"},
     {"plan", "results", "rowfile", "stores"},
     {"personal"},
     {"evaluation"},

@@ -9,18 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from msgspec.structs import replace
-
-from fedhdp.accounting import compose, exposed, rounds_left, spends
+from fedhdp.accounting import compose, rounds_left, spends
+from fedhdp.charging import charge_round, without
 from fedhdp.experiments.spec import Experiment
-from fedhdp.ledger import BudgetError, Ledger
-from fedhdp.mechanism import Mechanism
+from fedhdp.ledger import Ledger
 from fedhdp.outcome import ACCOUNTING, GroupResult, group_results
 from fedhdp.simulate import Simulation
-
-
-class BudgetSpent(Exception):
-    """No further round can be paid for."""
 
 
 class Payer:
@@ -46,23 +40,12 @@ class Payer:
         """Charge the next round, before anything of it can be seen; raise if nobody is left to go on with."""
         if self.ledger is None:
             return
-        while True:
-            try:
-                once = spends(self.simulation.mechanism)
-                return self.ledger.charge(self.run, once if self.experiment.noise_seed is None else exposed(once))
-            except BudgetError as error:
-                if self.experiment.when_spent == "stop":
-                    raise BudgetSpent(str(error)) from error
-                self._leave_out(error.groups)
-                if all(group.sampling_rate == 0 for group in self.simulation.mechanism.groups):
-                    raise BudgetSpent(f"{error}; nobody is left") from error
+        due = lambda: (self.run, self.simulation.mechanism)  # noqa: E731
+        repeatable = self.experiment.noise_seed is not None
+        charge_round(self.ledger, due, repeatable, self.experiment.when_spent, self._leave_out)
 
     def _leave_out(self, names: tuple[str, ...]) -> None:
-        def without(mechanism: Mechanism) -> Mechanism:
-            groups = (replace(group, sampling_rate=0.0) if group.name in names else group for group in mechanism.groups)
-            return replace(mechanism, groups=tuple(groups))
-
-        self.simulation.play_by([without(mechanism) for mechanism in self.simulation.mechanisms])
+        self.simulation.play_by([without(mechanism, names) for mechanism in self.simulation.mechanisms])
 
     def epsilon(self, rounds: int) -> dict[str, float]:
         """Each group's epsilon for this run so far, or for all runs where there is a ledger."""

@@ -13,7 +13,8 @@ import numpy as np
 
 import fedhdp
 from fedhdp import results
-from fedhdp.experiments.paying import BudgetSpent, Payer
+from fedhdp.charging import BudgetSpent
+from fedhdp.experiments.paying import Payer
 from fedhdp.experiments.spec import Experiment, from_toml, to_toml
 from fedhdp.ledger import Ledger
 from fedhdp.mechanism import SERVER, Mechanism

@@ -17,13 +17,12 @@ import msgspec
 import tomli_w
 
 from fedhdp.algorithms import ALGORITHMS
+from fedhdp.charging import WhenSpent
 from fedhdp.client import LocalTraining
 from fedhdp.experiments.choices import NAMES, Data, Mlp, ModelChoice, PythonFile, clients_of
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, PrivacyGroup, Sampling, require
 from fedhdp.results import can_be_folder, slug
 from fedhdp.server import ServerStep
-
-WhenSpent = Literal["stop", "leave_out"]
 
 
 class WantedGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

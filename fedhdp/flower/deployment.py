@@ -17,8 +17,9 @@ from typing import Any
 import msgspec
 import tomli_w
 
+from fedhdp.charging import WhenSpent
 from fedhdp.client import LocalTraining
-from fedhdp.experiments.spec import LifetimeBudget, WantedGroup, WantedMechanism, WhenSpent, in_words, without_none
+from fedhdp.experiments.spec import LifetimeBudget, WantedGroup, WantedMechanism, in_words, without_none
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, PrivacyGroup, require
 from fedhdp.server import ServerStep
 

@@ -25,7 +25,7 @@ from flwr.serverapp import Grid, ServerApp
 import fedhdp
 from fedhdp import results
 from fedhdp.accounting import fits
-from fedhdp.experiments.paying import BudgetSpent
+from fedhdp.charging import BudgetSpent
 from fedhdp.flower.deployment import Deployment, from_run_config, to_toml
 from fedhdp.flower.exchange import gather
 from fedhdp.flower.messages import Arrays, as_record, unflat

@@ -13,14 +13,12 @@ from collections.abc import Mapping
 
 import msgspec
 
-from fedhdp.accounting import Spend, compose, exposed, spend, spends
-from fedhdp.experiments.paying import BudgetSpent
+from fedhdp.accounting import Spend, compose, spend
+from fedhdp.charging import charge_round, without
 from fedhdp.flower.deployment import Deployment
-from fedhdp.ledger import BudgetError, Ledger
+from fedhdp.ledger import Ledger
 from fedhdp.mechanism import Mechanism
 from fedhdp.outcome import GroupResult, group_results
-
-replace = msgspec.structs.replace
 
 
 class Stretch(msgspec.Struct):
@@ -55,9 +53,7 @@ class Purse:
     def _turn(self) -> None:
         """Begin with the mechanism that is due, or go on with it; the ledger must know what was completed."""
         self.ledger.refuse_if_older(self.run, sum(stretch.rounds for stretch in self.stretches), self.charged)
-        due = self._whole()
-        groups = (replace(g, sampling_rate=0.0) if g.name in self.left_out else g for g in due.groups)
-        due = replace(due, groups=tuple(groups))
+        due = without(self._whole(), self.left_out)
         if not self.stretches or self.mechanism != due:
             taken = {run.name for run in self.ledger.runs()}  # also by rounds that a crash made us forget
             name = next(name for n in itertools.count(1) if (name := f"{self.run}/{n}") not in taken)
@@ -70,19 +66,12 @@ class Purse:
 
     def pay(self) -> None:
         """Charge the next round to every group, durably, or raise when nobody is left to go on with."""
-        while True:
-            try:
-                once = spends(self.mechanism)
-                return self.ledger.charge(
-                    self.stretches[-1].name, exposed(once) if self.deployment.repeatable else once
-                )
-            except BudgetError as error:
-                if self.deployment.when_spent == "stop":
-                    raise BudgetSpent(str(error)) from error
-                self.left_out |= set(error.groups)
-                if self.left_out >= {group.name for group in self.mechanism.groups}:
-                    raise BudgetSpent(f"{error}; nobody is left") from error
-                self._turn()
+        due = lambda: (self.stretches[-1].name, self.mechanism)  # noqa: E731
+        charge_round(self.ledger, due, self.deployment.repeatable, self.deployment.when_spent, self._leave_out)
+
+    def _leave_out(self, names: tuple[str, ...]) -> None:
+        self.left_out |= set(names)
+        self._turn()
 
     def completed(self) -> None:
         """Count a round that was paid for and is done."""

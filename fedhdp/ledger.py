@@ -261,7 +261,10 @@ class Ledger(LedgerFile):
         for client, name in members.items():
             if held.get(client) != name:
                 raise LedgerError(f"{self.path}: client {client!r} is held to {held.get(client)!r}, not to {name!r}")
+        noisy = {group.name for run in self.runs() for group in run.mechanism.groups if not group.opted_out}
         for group in mechanism.groups:
+            noise = f"above 0, as in other runs of {self.path}: who registered for {group.name!r} chose some"
+            require(not group.opted_out or group.name not in noisy, "noise_multiplier", group.noise_multiplier, noise)
             count = sum(name == group.name for name in members.values())
             require(count == group.clients, f"clients of {group.name!r}", group.clients, f"its {count} members")
         first, names = 0, [name for (name,) in self._db.execute("SELECT name FROM groups ORDER BY rowid")]

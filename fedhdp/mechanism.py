@@ -154,9 +154,14 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(group.weight * self.cohort_of(group) for group in self.groups)
 
     @property
+    def seen(self) -> tuple[PrivacyGroup, ...]:
+        """The groups of which anybody is ever drawn: the others are owed nothing, as nothing of theirs can be seen."""
+        return tuple(group for group in self.groups if self.cohort_of(group) > 0)
+
+    @property
     def strictest(self) -> float:
-        """The largest noise multiplier that any group was promised."""
-        return max(group.noise_multiplier for group in self.groups)
+        """The largest noise multiplier that any group of which anybody is drawn was promised."""
+        return max((group.noise_multiplier for group in self.seen), default=0.0)
 
     @property
     def group_of_clients(self) -> np.ndarray:
@@ -198,8 +203,8 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def update_noise(self) -> float:
         """Standard deviation of the noise on the weighted sum of clipped updates, in clips."""
-        owed = [self.reach(group) * self.update_multiplier(group) for group in self.groups]
-        return max(owed) if self.noise == "shared" else math.hypot(*owed)
+        owed = [self.reach(group) * self.update_multiplier(group) for group in self.seen]
+        return max(owed, default=0.0) if self.noise == "shared" else math.hypot(*owed)
 
     def multiplier(self, group: PrivacyGroup) -> float:
         """The noise multiplier that the group really gets for a whole round: never less than it was promised."""
@@ -207,6 +212,8 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return math.inf  # nothing of it is ever seen
         if group.opted_out:
             return 0.0
+        if group not in self.seen:
+            return math.inf
         if group.weight == 0:
             update = math.inf
         else:

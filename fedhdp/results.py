@@ -143,7 +143,8 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, experiment_toml: bytes) -> RunFolder:
         """A new run in an empty or a new folder."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        begun = {LOCK, RUN, f"{RUN}.part", f"{EXPERIMENT}.part"}  # all that a crash in here leaves
+        if path.exists() and (not path.is_dir() or {file.name for file in path.iterdir()} - begun):
             hint = f"; to go on with it: fedhdp run --resume {path}" if (path / EXPERIMENT).exists() else ""
             raise ValueError(f"--out {path} is not an empty folder{hint}")
         path.mkdir(parents=True, exist_ok=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,9 +32,21 @@ from fedhdp.experiments.run import resume
 from fedhdp.experiments.spec import LifetimeBudget
 from fedhdp.flower.built_in import built_in, score_with, start_model
 from fedhdp.flower.client_app import Trainer, client_app
-from fedhdp.flower.client_folder import Folder, Promise, check
+from fedhdp.flower.client_folder import Folder, Memory, Promise, check
 from fedhdp.flower.deployment import Deployment, Level, from_run_config
-from fedhdp.flower.messages import Declined, Order, as_record, flat, from_record, unflat
+from fedhdp.flower.messages import (
+    Declined,
+    Offer,
+    Order,
+    as_record,
+    ask_choice,
+    decline_message,
+    flat,
+    from_record,
+    order_message,
+    read_order,
+    unflat,
+)
 from fedhdp.flower.registry import Registry
 from fedhdp.flower.server_app import serve
 from fedhdp.flower.spending import Purse
@@ -233,7 +248,7 @@ def test_a_client_needs_no_framework(tmp_path):
     grid = InProcessGrid([Node(1, PLAIN), Node(2, PLAIN)])
     play_plain(grid, wanted)
     np.testing.assert_allclose(model_of(wanted)["global/w"], np.full((2, 3), 1.0), rtol=1e-6)
-    personal = grid.nodes[1].context.state.array_records["personal"]["w"].numpy()
+    personal = Memory(grid.nodes[1].context.state).personal(PLAIN_MODEL)["w"]
     np.testing.assert_allclose(personal, np.full((2, 3), 0.5))  # from the first global model, then a quarter twice
 
 
@@ -590,9 +605,11 @@ def test_an_epsilon_is_told_at_its_levels_own_delta(tmp_path):
 
 
 def test_a_group_whose_budget_is_spent_is_left_out_and_sent_nothing(tmp_path):
-    wanted, grid = budgeted(tmp_path, "leave_out"), everyone(app=PLAIN)
+    wanted, grid = replace(budgeted(tmp_path, "leave_out"), evaluate_every=4), everyone(app=PLAIN)
     (variant,) = play_plain(grid, wanted).variants
     assert variant.rounds == 5
+    asked = {m.content["order"]["level"] for m in grid.pushed if m.metadata.message_type == "evaluate"}
+    assert asked == {"open", "strict"}
     rounds = {group.name: group.rounds for group in variant.groups}
     assert rounds == {"open": 5, "mid": 2, "strict": 5}
     late = {m.content["order"]["level"] for m in grid.pushed if trains([m]) and int(m.metadata.group_id) >= 2}
@@ -602,6 +619,22 @@ def test_a_group_whose_budget_is_spent_is_left_out_and_sent_nothing(tmp_path):
     assert "q 1," in mid.epsilon_basis
     with Ledger(wanted.ledger, fits, read_only=True) as ledger:
         assert strict.epsilon == pytest.approx(compose(ledger.spent("strict"), 1e-4))
+
+
+def test_what_a_group_that_is_left_out_was_owed_is_not_added_any_more(tmp_path):
+    levels = {"mid": Level(1.0, noise_multiplier=0.7), "strict": Level(1.0, noise_multiplier=5.0)}
+    two = LifetimeBudget(compose([(5.0, 1.0, "poisson", 2)], 1e-4) * 1.001, 1e-4)
+    still = client_app(lambda context: Trainer(lambda parameters, personal, pull, round: (parameters, None)))
+    model, moved = {"w": np.zeros(20_000, np.float32)}, []
+    nodes = [Node(number, still, privacy=level) for number, level in enumerate(("mid", "strict"), 1)]
+    others = {"budgets": {"strict": two}, "when_spent": "leave_out", "clip": 1.0, "rounds": 4, "levels": levels}
+    grid = InProcessGrid(nodes)
+    grid.on_push = lambda messages: moved.append(read_order(messages[0])[0]["w"]) if trains(messages) else None
+    wanted = deployment(tmp_path, **others, **UNSEEDED)
+    serve(grid, wanted, model)
+    noise = [np.std(after - before) for before, after in itertools.pairwise(moved)]
+    last = np.std(model_of(wanted)["global/w"] - moved[-1])
+    np.testing.assert_allclose([*noise, last], [2.5, 2.5, 0.7, 0.7], rtol=0.03)  # over both of them, then over one
 
 
 # Coming late, and going on
@@ -704,8 +737,66 @@ def test_a_folder_of_another_deployment_is_refused_and_a_finished_one_is_left_al
     with pytest.raises(ValueError, match="holds a run of another deployment"):
         play_plain(everyone(app=PLAIN), replace(wanted, rounds=2))
     grid = everyone(app=PLAIN)
-    assert play_plain(grid, wanted) == first
+    patient = replace(wanted, reply_seconds=9.0, least_clients=2, ledger=str(tmp_path / "." / "ledger"))
+    assert play_plain(grid, wanted) == play_plain(grid, patient) == first
     assert not grid.pushed
+
+
+def test_a_checkpoint_of_another_model_is_refused_also_where_it_has_as_many_numbers(tmp_path):
+    wanted, grid = deployment(tmp_path, rounds=3), everyone(tmp_path, PLAIN)
+    grid.on_push = crash_in(2)
+    with pytest.raises(Crash):
+        play_plain(grid, wanted)
+    scrambled = {"w": np.zeros(3, np.float32), "b": np.ones((2, 3), np.float32)}
+    with pytest.raises(ValueError, match="the checkpoint is of another model"):
+        serve(everyone(tmp_path, PLAIN), wanted, scrambled)
+
+
+@pytest.mark.parametrize("model", [{}, {"w": np.array([0.0, np.nan], np.float32)}])
+def test_a_model_that_cannot_start_is_refused_before_anything_is_kept(tmp_path, model):
+    with pytest.raises(ValueError, match="start model must be of one array or more, all finite"):
+        serve(everyone(app=PLAIN), deployment(tmp_path), model)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_in_which_a_crash_left_the_runs_name_alone_is_begun_anew(tmp_path):
+    wanted = deployment(tmp_path, rounds=1)
+    play_plain(everyone(app=PLAIN), wanted)
+    crashed = Path(wanted.out) / "run.json"
+    (tmp_path / "other").mkdir()
+    shutil.copy(crashed, tmp_path / "other" / "run.json")
+    again = replace(wanted, out=str(tmp_path / "other"))
+    assert play_plain(everyone(app=PLAIN), again).variants[0].rounds == 1
+
+
+def test_a_node_is_one_client_however_many_identities_it_gives(tmp_path):
+    many = Node(1, PLAIN, privacy="strict")
+    wanted, grid = deployment(tmp_path, levels=ALWAYS, rounds=4), InProcessGrid([many, Node(2, PLAIN)])
+
+    def forget(messages):
+        for message in messages:
+            if message.metadata.dst_node_id == 1:
+                many.context.node_config["directory"] = str(tmp_path / f"folder {len(grid.pushed)}")
+
+    grid.on_push = forget
+    play_plain(grid, wanted)
+    assert len(heard(many, "query")) > 2  # it declines what it was not asked about, and is asked again
+    assert len(held(wanted)) == 2
+    assert len(heard(many, "train")) == 4
+
+
+def test_what_a_client_says_is_one_line_in_the_log(tmp_path, caplog):
+    grid = InProcessGrid([one_client(tmp_path)])
+    grid.tamper = lambda message, reply, node: (
+        [decline_message(message, read_order(message)[1], "no\nround 99/99: epsilon 0.001")]
+        if trains([message])
+        else [reply]
+    )
+    with caplog.at_level("INFO", "flwr"):
+        play_plain(grid, deployment(tmp_path, levels=ALWAYS, rounds=1))
+    said = [record.getMessage() for record in caplog.records if "declines" in record.getMessage()]
+    assert said
+    assert not any("\n" in line for line in said)
 
 
 def test_an_older_ledger_than_the_checkpoint_is_refused(tmp_path):
@@ -779,10 +870,110 @@ def test_an_owner_may_keep_scores_to_itself(tmp_path, said):
 
 
 def test_a_client_whose_budget_is_spent_tells_no_scores_either(tmp_path):
-    node = one_client(tmp_path, epsilon=1e-4)
-    (variant,) = play_plain(InProcessGrid([node]), deployment(tmp_path, levels=ALWAYS, evaluate_every=1)).variants
-    assert heard(node, "evaluate")
+    node = one_client(tmp_path, epsilon=1e-4, scores=True)
+    wanted = deployment(tmp_path, levels=ALWAYS, evaluate_every=1, **UNSEEDED)
+    (variant,) = play_plain(InProcessGrid([node]), wanted).variants
+    (asked,) = heard(node, "evaluate")
     assert variant.groups[0].global_accuracy is None
+    asked.content["order"]["charged"] = 0  # whatever the server says was charged
+    assert "scores" not in node.answer(asked).content
+
+
+def test_a_client_that_has_trained_as_often_as_its_budget_allows_tells_no_scores_whatever_is_said_to_be_charged(
+    tmp_path,
+):
+    two = compose([(1.0, 1.0, "poisson", 2)], 1e-5) * 1.001
+    node = one_client(tmp_path, epsilon=two, scores=True)
+    play_plain(InProcessGrid([node]), deployment(tmp_path, levels=ALWAYS, clip=1.0, evaluate_every=1, **UNSEEDED))
+    (asked,) = heard(node, "evaluate")
+    for charged in (0, 2, 3):
+        asked.content["order"]["charged"] = charged
+        assert "declined" in node.answer(asked).content["order"]
+
+
+def test_who_has_a_budget_tells_no_scores_unless_the_owner_says_so(tmp_path):
+    told = []
+    for name, config in {"not said": {}, "said": {"scores": True}}.items():
+        node = one_client(tmp_path / name, epsilon=1000.0, **config)
+        wanted = deployment(tmp_path, levels=ALWAYS, evaluate_every=1, out=str(tmp_path / name / "run"), **UNSEEDED)
+        (variant,) = play_plain(InProcessGrid([node]), replace(wanted, ledger=str(tmp_path / name / "l"))).variants
+        told.append(variant.groups[0].global_accuracy is not None)
+    assert told == [False, True]
+
+
+def test_a_budget_that_is_lowered_during_a_run_ends_the_clients_part_in_it(tmp_path):
+    for name, config in {"lowered": {"epsilon": 1000.0}, "first": {}}.items():
+        (tmp_path / name).mkdir()
+        node, updates = one_client(tmp_path / name, **config), []
+        grid = InProcessGrid([node])
+
+        def lower(messages, node=node):
+            if trains(messages) and messages[0].metadata.group_id == "1":
+                node.context.node_config["epsilon"] = 0.5
+
+        grid.on_push = lower
+        grid.tamper = lambda message, reply, node, updates=updates: (
+            (updates.append("update" in reply.content) if trains([message]) else None) or [reply]
+        )
+        play_plain(grid, deployment(tmp_path / name, levels=ALWAYS, rounds=4, **UNSEEDED))
+        assert updates == [True, False, False, False]
+
+
+def test_a_client_with_a_budget_takes_no_part_in_a_run_from_seeds_and_one_without_counts_it_as_no_privacy(tmp_path):
+    for name, config, sent in (("with", {"epsilon": 50.0}, 0), ("without", {}, 2)):
+        node = one_client(tmp_path / name, **config)
+        wanted = deployment(tmp_path / name, levels=ALWAYS, rounds=2, cohort_seed=None)
+        (tmp_path / name).mkdir(exist_ok=True)
+        play_plain(InProcessGrid([node]), wanted)
+        replies = [row.value for row in history_of(wanted) if (row.group, row.metric) == ("strict", "replies")]
+        assert sum(replies) == sent
+        assert {message.content["order"]["noise_multiplier"] for message in heard(node, "train")} == {0.0}
+    with Ledger(tmp_path / "without" / "me" / "client.ledger", fits, read_only=True) as ledger:
+        assert {multiplier for multiplier, *_ in ledger.spent("this client")} == {0.0}
+
+
+def test_an_order_at_rate_zero_costs_nothing_and_is_declined(tmp_path):
+    node = one_client(tmp_path, epsilon=0.01)
+    offer = Offer("run", 0, ["strict"], [0.0], [0.0], 100)
+    node.answer(ask_choice(1, offer, 1.0))
+    order = Order("token", "run", 0, 1, "strict", 0.0, 0.0, 0.05)
+    reply = node.answer(order_message("train", 1, as_record(PLAIN_MODEL), order, 1.0))
+    assert "update" not in reply.content
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [
+        {"level": ["open", "strict"], "noise_multiplier": [0.0, 5.0], "sampling_rate": [0.5, 0.5]},
+        {"level": ["a", "a"], "noise_multiplier": [1.0, 1.0], "sampling_rate": [0.5, 0.5]},
+        {"level": ["a", "b"], "noise_multiplier": [1.0], "sampling_rate": [0.5, 0.5]},
+        {"level": ["a"], "noise_multiplier": [math.nan], "sampling_rate": [0.5]},
+        {"level": ["a"], "noise_multiplier": [1.0], "sampling_rate": [1.5]},
+        {"level": [], "noise_multiplier": [], "sampling_rate": []},
+    ],
+)
+def test_an_offer_that_is_not_in_order_is_not_answered(tmp_path, offer):
+    node = one_client(tmp_path)
+    message = ask_choice(1, Offer("run", 0, ["strict"], [1.0], [0.5], 1), 1.0)
+    message.content["offer"].update(offer)
+    assert node.answer(message).has_error()
+    assert Folder(tmp_path / "me").promises() == {}
+
+
+def test_a_level_that_had_noise_is_not_trained_at_without_by_client_or_server(tmp_path):
+    node, updates = one_client(tmp_path), []
+    grid = InProcessGrid([node])
+    grid.tamper = lambda message, reply, node: (
+        (updates.append("update" in reply.content) if trains([message]) else None) or [reply]
+    )
+    wanted = deployment(tmp_path, levels=ALWAYS, rounds=1, **UNSEEDED)
+    play_plain(grid, wanted)
+    loose = {"strict": Level(1.0, noise_multiplier=0.0), "open": Level(1.0, noise_multiplier=5.0)}
+    other = replace(wanted, levels=loose, out=str(tmp_path / "two"))
+    with pytest.raises(ValueError, match="who registered for 'strict' chose some"):
+        play_plain(grid, other)
+    play_plain(grid, replace(other, ledger=str(tmp_path / "another"), out=str(tmp_path / "three")))
+    assert updates == [True, False]
 
 
 def test_a_model_that_is_trained_in_place_is_sent_as_it_should_be(tmp_path):
@@ -802,7 +993,7 @@ def test_a_model_that_is_trained_in_place_is_sent_as_it_should_be(tmp_path):
         wanted = deployment(folder, levels=ALWAYS, rounds=2)
         folder.mkdir()
         play_plain(InProcessGrid([node]), wanted)
-        models.append((model_of(wanted), Folder(folder / "me").personal()))
+        models.append((model_of(wanted), Folder(folder / "me").personal(PLAIN_MODEL)))
     assert all(equal(one, other) for one, other in zip(*models))
 
 
@@ -815,23 +1006,24 @@ def test_a_personal_model_that_is_not_finite_is_not_kept(tmp_path):
     node = Node(1, client_app(diverging), privacy="strict", directory=str(tmp_path / "me"))
     with np.errstate(divide="ignore", invalid="ignore"):
         play_plain(InProcessGrid([node]), deployment(tmp_path, levels=ALWAYS, rounds=2))
-    assert all(np.isfinite(array).all() for array in Folder(tmp_path / "me").personal().values())
+    assert all(np.isfinite(array).all() for array in Folder(tmp_path / "me").personal(PLAIN_MODEL).values())
 
 
 def test_the_personal_model_survives_a_restart_and_a_new_run(tmp_path):
     play_plain(InProcessGrid([one_client(tmp_path)]), deployment(tmp_path, levels=ALWAYS, rounds=2))
-    personal = Folder(tmp_path / "me").personal()
+    personal = Folder(tmp_path / "me").personal(PLAIN_MODEL)
     np.testing.assert_allclose(personal["w"], np.full((2, 3), 0.5))
     play_plain(
         InProcessGrid([one_client(tmp_path)]), deployment(tmp_path, levels=ALWAYS, rounds=1, out=str(tmp_path / "two"))
     )
-    np.testing.assert_allclose(Folder(tmp_path / "me").personal()["w"], np.full((2, 3), 0.75))
+    np.testing.assert_allclose(Folder(tmp_path / "me").personal(PLAIN_MODEL)["w"], np.full((2, 3), 0.75))
 
 
 def test_a_client_declines_rounds_once_its_own_budget_is_spent_whatever_the_server_says(tmp_path):
     three = compose([(1.0, 1.0, "poisson", 3)], 1e-5)
     node = one_client(tmp_path, epsilon=three * 1.001, delta=1e-5)
-    wanted, grid, updates = deployment(tmp_path, levels=ALWAYS, rounds=5, clip=1.0), InProcessGrid([node]), []
+    wanted = deployment(tmp_path, levels=ALWAYS, rounds=5, clip=1.0, **UNSEEDED)
+    grid, updates = InProcessGrid([node]), []
     grid.tamper = lambda message, reply, node: (
         (updates.append("update" in reply.content) if trains([message]) else None) or [reply]
     )
@@ -847,7 +1039,7 @@ def test_a_client_declines_rounds_once_its_own_budget_is_spent_whatever_the_serv
 @pytest.mark.parametrize(("first", "then"), [(1.0, 100.0), (100.0, 1.0)])
 def test_a_clients_budget_is_the_least_that_its_owner_ever_wanted(tmp_path, first, then):
     three = compose([(1.0, 1.0, "poisson", 3)], 1e-5) * 1.001
-    wanted, updates = deployment(tmp_path, levels=ALWAYS, rounds=2, clip=1.0), []
+    wanted, updates = deployment(tmp_path, levels=ALWAYS, rounds=2, clip=1.0, **UNSEEDED), []
     for factor, out in ((first, "one"), (then, "two")):
         grid = InProcessGrid([one_client(tmp_path, epsilon=three * factor, delta=1e-5)])
         grid.tamper = lambda message, reply, node: (
@@ -903,7 +1095,7 @@ def test_promises_of_two_runs_that_are_made_at_once_are_both_kept(tmp_path):
 def test_a_client_counts_what_it_was_promised_and_is_not_told_what_others_choices_give_it(tmp_path):
     levels = {"strict": Level(1.0, noise_multiplier=4.0), "relaxed": Level(0.5, noise_multiplier=0.7)}
     node = Node(1, PLAIN, privacy="relaxed", directory=str(tmp_path / "me"))
-    wanted, grid = deployment(tmp_path, levels=levels, rounds=12, clip=1.0, noise_seed=None), InProcessGrid([node])
+    wanted, grid = deployment(tmp_path, levels=levels, rounds=12, clip=1.0, **UNSEEDED), InProcessGrid([node])
 
     def join(messages):
         if trains(messages) and int(messages[0].metadata.group_id) >= 5:
@@ -987,19 +1179,31 @@ def test_a_run_that_died_before_its_summary_is_not_run_again(tmp_path):
     assert charged(wanted) == 2
 
 
-def test_a_personal_model_of_another_kind_is_an_error_and_is_not_overwritten(tmp_path):
-    folder = Folder(tmp_path / "me")
-    folder.keep_personal({"other": np.ones(2, np.float32)})
-    wanted, grid = deployment(tmp_path, levels=ALWAYS, rounds=1), InProcessGrid([one_client(tmp_path)])
-    (variant,) = play_plain(grid, wanted).variants
-    assert [row.value for row in history_of(wanted) if row.metric == "replies"] == [0.0]
-    assert set(folder.personal()) == {"other"}
-    assert variant.rounds == 1
+def test_personal_models_of_several_kinds_are_kept_beside_each_other(tmp_path):
+    folder, other = Folder(tmp_path / "me"), {"other": np.ones(2, np.float32)}
+    folder.keep_personal(other)
+    play_plain(InProcessGrid([one_client(tmp_path)]), deployment(tmp_path, levels=ALWAYS, rounds=1))
+    assert equal(folder.personal(other), other)
+    assert set(folder.personal(PLAIN_MODEL)) == set(PLAIN_MODEL)
+    assert folder.personal({"w": np.zeros(7)}) is None
+
+
+def test_a_new_folder_is_its_owners_alone(tmp_path):
+    assert Folder(tmp_path / "me").path.stat().st_mode & 0o777 == 0o700
+
+
+def test_two_processes_that_make_a_folder_at_once_have_one_identity(tmp_path):
+    code = "import pathlib, sys\nfrom fedhdp.flower.client_folder import Folder\n"
+    code += "folder = Folder(pathlib.Path(sys.argv[1]))\nwith folder.alone(): print(folder.identity())"
+    started = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "me")], stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    assert len({process.communicate()[0] for process in started}) == 1
 
 
 def test_a_client_that_does_not_say_is_promised_the_strictest_level_also_where_another_has_more_noise(tmp_path):
     levels = {"rare": Level(0.01, noise_multiplier=0.9), "often": Level(1.0, noise_multiplier=1.0)}
-    wanted = deployment(tmp_path, levels=levels, rounds=1)
+    wanted = deployment(tmp_path, levels=levels, rounds=1, **UNSEEDED)
     assert wanted.strictest == "rare"
     play_plain(InProcessGrid([Node(1, PLAIN, directory=str(tmp_path / "me"))]), wanted)
     (promise,) = Folder(tmp_path / "me").promises().values()
@@ -1024,7 +1228,7 @@ def test_a_budget_without_a_place_to_count_in_means_that_nothing_is_sent(tmp_pat
 
 @pytest.mark.parametrize("change", [{"noise_multiplier": 0.5}, {"sampling_rate": 1.5}])
 def test_a_client_declines_a_round_that_is_looser_than_it_was_promised(tmp_path, change):
-    wanted, node = deployment(tmp_path, levels=ALWAYS, rounds=2), one_client(tmp_path)
+    wanted, node = deployment(tmp_path, levels=ALWAYS, rounds=2, **UNSEEDED), one_client(tmp_path)
     grid, answered = InProcessGrid([node]), []
 
     def loosen(messages):
@@ -1043,17 +1247,18 @@ def test_a_client_declines_a_round_that_is_looser_than_it_was_promised(tmp_path,
 @pytest.mark.parametrize("noise", [0.999, 0.0, math.nan])
 def test_a_client_takes_no_noise_that_is_less_or_no_number(noise):
     promise = Promise(1.0, 0.5, levels=["strict"])
+    promises = {"run": promise}
     order = Order("token", "run", 0, 1, "strict", 1.0, 0.5, 0.05)
-    assert check(order, promise, "strict") == promise
+    assert check(order, promises, "strict") == promise
     for looser in (replace(order, noise_multiplier=noise), replace(order, sampling_rate=0.5 + max(noise, 1e-6))):
         with pytest.raises(Declined, match="less privacy than was promised"):
-            check(looser, promise, "strict")
+            check(looser, promises, "strict")
     with pytest.raises(Declined, match="less privacy than was promised"):
-        check(replace(order, sampling_rate=math.nan), promise, "strict")
+        check(replace(order, sampling_rate=math.nan), promises, "strict")
 
 
 def test_what_a_client_was_promised_first_holds_when_it_is_asked_again(tmp_path):
-    wanted, node = deployment(tmp_path, levels=ALWAYS, rounds=1), one_client(tmp_path)
+    wanted, node = deployment(tmp_path, levels=ALWAYS, rounds=1, **UNSEEDED), one_client(tmp_path)
     play_plain(InProcessGrid([node]), wanted)
     first = Folder(tmp_path / "me").promises()
     (question,) = heard(node, "query")

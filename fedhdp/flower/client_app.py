@@ -10,7 +10,7 @@ The owner's wishes are in the SuperNode's ``--node-config``:
     privacy="strict"         the level; not said: the strictest on offer
     directory="DIR"          where the client keeps its things
     epsilon=2.0 delta=1e-5   a budget for the client's life, in its own count
-    scores=false             do not tell how good models are, even when asked
+    scores=false             do not tell how good models are, even when asked; with a budget that is the default
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def client_app(
                 kept.keep_promises(promises | {offer.run: promise})
                 wishes = (level(context) or "the strictest there is", _budget(context) or "none", _tells(context))
                 log(INFO, "run %s: level %s, own budget %s, tells scores: %s", offer.run, *wishes)
-        return tell_choice(message, Choice(level(context), kept.identity()))
+            identity = kept.identity()
+        return tell_choice(message, Choice(level(context), identity))
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -82,7 +83,7 @@ def client_app(
             _agree(kept, order, level(context), context)
         except Declined as error:
             return _decline(message, order, error)
-        own = _personal(kept, parameters)
+        own = kept.personal(parameters)
         trained, personal = mine.fit(_copy(parameters), _copy(own or parameters), order.pull, order.round)
         if personal is not None and all(np.isfinite(array).all() for array in personal.values()):
             kept.keep_personal(personal)
@@ -97,12 +98,15 @@ def client_app(
         parameters, order = read_order(message)
         kept = _kept(context)
         try:
-            promise = check(order, kept.promises().get(order.run), level(context))
-            if order.charged > promise.rounds and kept.left(promise.once(), _budget(context)) < 1:
+            promise, budget = check(order, kept.promises(), level(context)), _budget(context)
+            trained_out = (
+                max(order.charged - 1, promise.seen) >= promise.rounds
+            )  # as far as it has paid, by either count
+            if kept.overspent(budget) or (trained_out and kept.left(promise.once(), budget) < 1):
                 raise Declined(SPENT)
         except Declined as error:
             return _decline(message, order, error)
-        scores = _scores(trainer(context), order, context, parameters, _personal(kept, parameters))
+        scores = _scores(trainer(context), order, context, parameters, kept.personal(parameters))
         return reply_message(message, order, None, scores)
 
     return app
@@ -111,15 +115,6 @@ def client_app(
 def _kept(context: Context) -> Memory:
     directory = context.node_config.get("directory")
     return Folder(Path(str(directory))) if directory else Memory(context.state)
-
-
-def _personal(kept: Memory, parameters: Arrays) -> Arrays | None:
-    """The client's own model, if it has one; one of another kind is not overwritten, but an error."""
-    personal = kept.personal()
-    shapes = [{name: array.shape for name, array in (model or {}).items()} for model in (personal, parameters)]
-    if personal is not None and shapes[0] != shapes[1]:
-        raise ValueError(f"the personal model that this client keeps is of another model: {shapes[0]}, not {shapes[1]}")
-    return personal
 
 
 def _set_aside(kept: Memory, offer: Offer, promise: Promise, budget: Budget | None) -> Promise:
@@ -139,7 +134,9 @@ def _agree(kept: Memory, order: Order, level: str | None, context: Context) -> N
     budget = _budget(context)
     with kept.alone():
         promises = kept.promises()
-        promise = check(order, promises.get(order.run), level)
+        promise = check(order, promises, level)
+        if kept.overspent(budget):
+            raise Declined(SPENT)
         promise.seen = max(order.charged, promise.seen + 1)  # whatever the server says, each time is a round
         if promise.seen > promise.rounds:
             kept.charge(order.run, promise.once(promise.seen - promise.rounds), budget)
@@ -155,8 +152,9 @@ def _budget(context: Context) -> Budget | None:
 
 
 def _tells(context: Context) -> bool:
-    """Whether the owner lets scores be told; what is not plainly a yes is a no."""
-    return str(context.node_config.get("scores", True)).lower() in ("true", "yes", "on", "1")
+    """Whether the owner lets scores be told, which no epsilon covers; what is not plainly a yes is a no."""
+    told = context.node_config.get("scores", _budget(context) is None)
+    return str(told).lower() in ("true", "yes", "on", "1")
 
 
 def _decline(message: Message, order: Order, why: Declined) -> Message:

@@ -1,7 +1,7 @@
 """What a client keeps for itself: who it is, its personal model, what it was promised, and what it has spent.
 
     DIR/identity             a random name, made at the first start, by which a server knows the client again
-    DIR/personal.npz         the personal model; it never leaves
+    DIR/personal-KIND.npz    the personal model, one for each kind of model (its arrays' names and shapes); it never leaves
     DIR/promises.json        for each run, what the client's level was promised when it was first asked
     DIR/client.ledger        every round of the runs that the client is in; `fedhdp ledger show` reads it
 
@@ -12,6 +12,7 @@ others in Flower's memory of the run, which a restart of the SuperNode forgets.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import math
 import secrets
 from collections.abc import Iterator, Mapping
@@ -38,6 +39,7 @@ class Promise(msgspec.Struct):
     sampling_rate: float
     rounds: int = 0  # of the run that the client has paid for, and those before it came
     levels: list[str] = []  # the strictest first
+    level: str = ""  # of them, the client's
     seen: int = 0  # rounds of the run when it last trained, by the server's count or by its own if that is more
 
     def once(self, rounds: int = 1) -> Spend:
@@ -55,13 +57,13 @@ class Memory:
         """None: the server knows the client by its node."""
         return None
 
-    def personal(self) -> Arrays | None:
-        """The personal model, if there is one yet."""
-        return from_record(self.state.array_records["personal"]) if "personal" in self.state else None
+    def personal(self, like: Arrays) -> Arrays | None:
+        """The personal model of this kind, if there is one yet."""
+        return from_record(self.state.array_records[_kind(like)]) if _kind(like) in self.state else None
 
     def keep_personal(self, personal: Arrays) -> None:
         """Keep the personal model."""
-        self.state["personal"] = as_record(personal)
+        self.state[_kind(personal)] = as_record(personal)
 
     def promises(self) -> dict[str, Promise]:
         """What was promised, by run."""
@@ -83,6 +85,10 @@ class Memory:
         """How many such rounds the budget still allows."""
         return math.inf if budget is None else 0
 
+    def overspent(self, budget: Budget | None) -> bool:
+        """Whether more is counted than the budget allows, which may have been lowered since."""
+        return budget is not None
+
     def charge(self, run: str, spent: Spend, budget: Budget | None) -> None:
         """Nothing is counted; so no budget can be kept."""
         if budget is not None:
@@ -94,7 +100,7 @@ class Folder(Memory):
 
     def __init__(self, path: Path):
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def identity(self) -> str | None:
         """The client's random name."""
@@ -103,14 +109,15 @@ class Folder(Memory):
             write_whole(path, secrets.token_hex(16).encode())
         return path.read_text(encoding="utf-8")
 
-    def personal(self) -> Arrays | None:
-        """The personal model, if there is one yet."""
-        path = self.path / "personal.npz"
+    def personal(self, like: Arrays) -> Arrays | None:
+        """The personal model of this kind, if there is one yet."""
+        path = self.path / f"{_kind(like)}.npz"
         return read_arrays(path) if path.exists() else None
 
     def keep_personal(self, personal: Arrays) -> None:
         """Keep the personal model, whole or not at all."""
-        write_arrays(self.path / "personal.npz", personal)
+        with self.alone():
+            write_arrays(self.path / f"{_kind(personal)}.npz", personal)
 
     def promises(self) -> dict[str, Promise]:
         """What was promised, by run."""
@@ -135,6 +142,14 @@ class Folder(Memory):
             budgets = [one for one in (budget, known) if one is not None]
             return min((rounds_left(ledger.spent(ME), once, *one) for one in budgets), default=math.inf)
 
+    def overspent(self, budget: Budget | None) -> bool:
+        """Whether more is counted than any budget allows that was ever wanted."""
+        with Ledger(self.path / "client.ledger", fits) as ledger:
+            if budget is not None:
+                ledger.tighten(ME, *budget)
+            known = ledger.budget(ME) if ME in ledger.groups() else None
+            return known is not None and not fits(ledger.spent(ME), *known)
+
     def charge(self, run: str, spent: Spend, budget: Budget | None) -> None:
         """Count rounds in the client's own ledger before anything is sent, or decline where its budget is spent."""
         name = f"{run} z={spent.noise_multiplier!r} q={spent.sampling_rate!r}"
@@ -149,19 +164,32 @@ class Folder(Memory):
                 raise Declined(SPENT) from error
 
 
+def _kind(model: Arrays) -> str:
+    """The name under which a personal model is kept, so that one directory, and one budget, serves several models."""
+    said = msgspec.json.encode({name: array.shape for name, array in sorted(model.items())})
+    return f"personal-{hashlib.sha256(said).hexdigest()[:8]}"
+
+
 def promised(offer: Offer, level: str | None) -> Promise:
     """What the client's level is promised; who does not say is promised what the strictest level is."""
     place, charged = _place(offer.level, level), offer.charged
-    return Promise(offer.noise_multiplier[place], offer.sampling_rate[place], charged, offer.level, charged)
+    what = (offer.noise_multiplier[place], offer.sampling_rate[place])
+    return Promise(*what, charged, offer.level, offer.level[place], charged)
 
 
-def check(order: Order, promise: Promise | None, level: str | None) -> Promise:
+def check(order: Order, promises: Mapping[str, Promise], level: str | None) -> Promise:
     """Decline a round that gives less privacy than was promised, or than the owner wants by now; else say what holds."""
+    promise = promises.get(order.run)
     if promise is None:
         raise Declined("was not asked in this run, so nothing is promised")
+    noise_before = any(one.noise_multiplier > 0 for one in promises.values() if one.level == promise.level)
+    if promise.noise_multiplier == 0 and noise_before:
+        raise Declined(f"{promise.level} has no noise now, and had some in another run")
     noisy = order.noise_multiplier >= promise.noise_multiplier * (1 - 1e-9)  # not where one is no number
     if not (noisy and order.sampling_rate <= promise.sampling_rate):
         raise Declined("less privacy than was promised")
+    if order.sampling_rate <= 0:
+        raise Declined("is never drawn at a rate of 0")  # and would count nothing for it
     if promise.levels and order.level not in promise.levels[: _place(promise.levels, level) + 1]:
         raise Declined(f"wants {level or 'the strictest level'} by now, not {order.level}")
     return promise

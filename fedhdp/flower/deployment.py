@@ -106,10 +106,21 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
 
         return tuple(group.name for group in sorted(groups, key=price))
 
+    def differs(self, begun: Deployment) -> list[str]:
+        """What keeps a run that was begun so from going on like this; how long is waited, say, may change."""
+        free = {"out", "name", "evaluate_every", "score_every", "least_clients", "gather_seconds", "reply_seconds"}
+        one, other = (msgspec.structs.asdict(value) for value in (self, begun))
+        one["ledger"], other["ledger"] = (Path(value.ledger).resolve() for value in (self, begun))
+        return [field for field, value in one.items() if field not in free and value != other[field]]
+
     @property
     def repeatable(self) -> bool:
         """Whether noise or cohorts come from a seed, so that nothing is private."""
         return self.noise_seed is not None or self.cohort_seed is not None
+
+    def told(self, group: PrivacyGroup) -> float:
+        """The noise that clients of a group are told of: with noise or cohorts from a seed, none that protects them."""
+        return 0.0 if self.repeatable else group.noise_multiplier
 
     @property
     def strictest(self) -> str:
@@ -131,6 +142,10 @@ def from_run_config(run_config: Mapping[str, Any]) -> Deployment:
         place = nested
         for table in tables:
             place = place.setdefault(table, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"run_config: {table} is a value, so {key} cannot be beside it")
+        if isinstance(place.get(last.replace("-", "_")), dict):
+            raise ValueError(f"run_config: there are keys beneath {key}, so it cannot be a value")
         place[last.replace("-", "_")] = value
     try:
         return msgspec.convert(nested, Deployment)
@@ -159,6 +174,11 @@ def _flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
             yield from _flat(value, f"{path}{key}.")
         else:
             yield path + key, value
+
+
+def from_toml(text: str) -> Deployment:
+    """Read back what was written."""
+    return msgspec.convert(tomllib.loads(text), Deployment)
 
 
 def to_toml(deployment: Deployment) -> bytes:

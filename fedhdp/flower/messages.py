@@ -14,6 +14,7 @@ Axis letters: P parameters.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+
+from fedhdp.mechanism import MOST, require
 
 Arrays = dict[str, np.ndarray]
 MODELS = ("global", "personal")
@@ -50,6 +53,17 @@ class Offer(msgspec.Struct, frozen=True):
     noise_multiplier: list[float]
     sampling_rate: list[float]
     rounds: int = 0  # that the run is to have
+
+    def __post_init__(self) -> None:
+        levels = list(zip(self.level, self.noise_multiplier, self.sampling_rate))
+        whole = len(self.level) == len(self.noise_multiplier) == len(self.sampling_rate) == len(set(self.level)) > 0
+        require(whole, "levels on offer", self.level, "names that differ, each with a noise multiplier and a rate")
+        for name, noise, rate in levels:
+            require(0 <= noise <= MOST, f"noise multiplier of {name!r}", noise, f"from 0 to {MOST:g}")
+            require(0 <= rate <= 1, f"sampling rate of {name!r}", rate, "from 0 to 1")
+        for (name, noise, rate), (other, more, rarer) in itertools.combinations(levels, 2):
+            rule = f"listed before {name!r}, which has less noise: the strictest comes first"
+            require(not (more > noise and rarer <= rate), "level", other, rule)
 
 
 class Choice(NamedTuple):
@@ -161,7 +175,7 @@ def read_reply(message: Message, order: Order, like: Mapping[str, np.ndarray], t
         if echo.get("token") != order.token:
             raise Refused("replayed", "the token is not this round's")
         if "declined" in echo:
-            raise Declined(str(echo["declined"])[:200])
+            raise Declined(_printable(str(echo["declined"])))
         allowed = {"order"} | ({"update"} if training else set()) | ({"scores"} if order.evaluate else set())
         if unasked := set(content) - allowed:
             raise Refused("malformed", f"{len(unasked)} records that nobody asked for")
@@ -170,7 +184,12 @@ def read_reply(message: Message, order: Order, like: Mapping[str, np.ndarray], t
     except (Refused, Declined):
         raise
     except Exception as error:  # whatever a stranger can provoke is the stranger's reply, never the server's end
-        raise Refused("malformed", f"{type(error).__name__}: {error}"[:200]) from error
+        raise Refused("malformed", _printable(f"{type(error).__name__}: {error}")) from error
+
+
+def _printable(text: str) -> str:
+    """What a stranger said, in one line of a log and no more."""
+    return "".join(letter if letter.isprintable() else " " for letter in text[:200])
 
 
 def _read_update(record: ArrayRecord, like: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -200,7 +219,7 @@ def _read_array(array: Array, shape: tuple[int, ...]) -> np.ndarray:
 def _read_scores(record: Mapping[str, Any]) -> dict[str, float]:
     scores = {name: record[name] for name in MODELS if name in record}
     if set(record) - set(scores) or not all(
-        isinstance(score, int | float) and math.isfinite(score) for score in scores.values()
+        isinstance(score, int | float) and abs(score) <= MOST for score in scores.values()
     ):
-        raise Refused("malformed", "scores that are not finite numbers of the two models")
+        raise Refused("malformed", f"scores that are not numbers up to {MOST:g} of the two models")
     return {name: float(score) for name, score in scores.items()}

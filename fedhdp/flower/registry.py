@@ -31,12 +31,13 @@ class Registry:
         self.members = dict(members or {})  # client -> level, in the order of joining
         self.withdrawn: set[str] = set()  # asked for something stricter since
         self.node_of: dict[str, int] = {}
+        self._first: dict[int, str] = {}  # who a node was when it first said so in this run
         self._pending: dict[str, tuple[int, float]] = {}  # message -> node, and until when it may answer
         self._known: set[int] = set()  # nodes that were asked
         self._unclear: set[int] = set()  # nodes to be asked again before the next round
         of_level = {group.name: group for group in deployment.mechanism(dict.fromkeys(deployment.levels, 1)).groups}
         groups = [of_level[name] for name in deployment.strictness]
-        noise, rates = [group.noise_multiplier for group in groups], [group.sampling_rate for group in groups]
+        noise, rates = [deployment.told(group) for group in groups], [group.sampling_rate for group in groups]
         self._offer = Offer(run, 0, list(deployment.strictness), noise, rates, deployment.rounds)
 
     def listen(self, grid: Grid, again: bool = False) -> None:
@@ -115,6 +116,9 @@ class Registry:
         if self.node_of.get(client, node) != node:
             log(WARNING, "node %d says that it is %s, which is connected as another: not let in", node, name)
             self._known.discard(node)  # the other may only be slow to go: ask again
+            return
+        if self._first.setdefault(node, client) != client:
+            log(WARNING, "node %d says that it is %s now and was another client before: not let in", node, name)
             return
         level = said.level if said.level in offered else self.deployment.strictest
         if said.level is None:

@@ -26,14 +26,15 @@ import fedhdp
 from fedhdp import results
 from fedhdp.accounting import fits
 from fedhdp.charging import BudgetSpent
-from fedhdp.flower.deployment import Deployment, from_run_config, to_toml
+from fedhdp.flower.deployment import Deployment, from_run_config, from_toml, to_toml
 from fedhdp.flower.exchange import gather
 from fedhdp.flower.messages import Arrays, as_record, unflat
 from fedhdp.flower.registry import Registry
 from fedhdp.flower.spending import Purse, Stretch
 from fedhdp.flower.strategy import FedHDP
 from fedhdp.ledger import Ledger
-from fedhdp.outcome import Summary, VariantResult, fill_in, footnotes, text_table
+from fedhdp.mechanism import require
+from fedhdp.outcome import Summary, VariantResult, fill_in, text_table
 from fedhdp.results import RunFolder, VariantFolder
 from fedhdp.server import averaged_model, start
 
@@ -49,6 +50,7 @@ class Record(msgspec.Struct):
     left_out: set[str] = set()
     refused: dict[str, dict[str, int]] = {}
     strangers: int = 0
+    shapes: dict[str, tuple[int, ...]] = {}  # of the model's arrays
 
 
 def server_app(start_model: Callable[[Deployment], Arrays], score: Score | None = None) -> ServerApp:
@@ -60,7 +62,7 @@ def server_app(start_model: Callable[[Deployment], Arrays], score: Score | None 
         logging.getLogger("flwr").propagate = False  # else each line is shown twice once absl has been imported
         deployment = from_run_config(context.run_config)
         summary = serve(grid, deployment, start_model(deployment), score)
-        for line in (*text_table(summary.variants).splitlines(), *footnotes(summary.variants)):
+        for line in text_table(summary.variants).splitlines():
             log(INFO, "%s", line)
 
     return app
@@ -71,6 +73,8 @@ def serve(grid: Grid, deployment: Deployment, start_model: Arrays, score: Score 
     out = Path(deployment.out)
     if not isinstance(start_model, dict):
         raise TypeError(f"a model is a dictionary of named NumPy arrays, not a {type(start_model).__name__}")
+    finite = len(start_model) > 0 and all(np.isfinite(array).all() for array in start_model.values())
+    require(finite, "start model", sorted(start_model), "of one array or more, all finite")
     with _folder(out, deployment) as folder, Ledger(deployment.ledger, fits) as ledger:
         if (out / results.SUMMARY).exists():
             log(WARNING, "%s holds a run that is finished", out)
@@ -86,9 +90,13 @@ def _folder(out: Path, deployment: Deployment) -> RunFolder:
     said = to_toml(deployment)
     if not (out / results.EXPERIMENT).exists():
         return RunFolder.create(out, said)
-    if (out / results.EXPERIMENT).read_bytes() != said:
-        raise ValueError(f"{out} holds a run of another deployment; name another folder, or run that one to its end")
-    return RunFolder.open(out)
+    folder = RunFolder.open(out)
+    begun = from_toml((out / results.EXPERIMENT).read_text(encoding="utf-8"))
+    if differing := deployment.differs(begun):
+        folder.__exit__()
+        other = f"a run of another deployment: {', '.join(differing)} differ"
+        raise ValueError(f"{out} holds {other}; name another folder, or run that one to its end")
+    return folder
 
 
 def _serve(
@@ -151,7 +159,8 @@ def _play(grid: Grid, strategy: FedHDP, part: VariantFolder, keep: Callable[[], 
 def _pack(strategy: FedHDP) -> dict[str, np.ndarray]:
     purse, registry = strategy.purse, strategy.registry
     refused = {name: dict(counts) for name, counts in strategy.refused.items()}
-    record = Record(registry.members, purse.stretches, purse.left_out, refused, strategy.strangers)
+    shapes = {name: array.shape for name, array in strategy.like.items()}
+    record = Record(registry.members, purse.stretches, purse.left_out, refused, strategy.strangers, shapes)
     arrays = {f"server_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(strategy.state))}
     text = np.frombuffer(msgspec.json.encode(record), np.uint8)
     return arrays | {"round": np.array(strategy.round), "record": text}
@@ -162,13 +171,13 @@ def _record(checkpoint: dict[str, np.ndarray]) -> Record:
 
 
 def _restore(strategy: FedHDP, checkpoint: dict[str, np.ndarray], record: Record) -> None:
+    shapes = {name: array.shape for name, array in strategy.like.items()}
+    if record.shapes != shapes:
+        raise ValueError(f"the checkpoint is of another model: {record.shapes}, not {shapes}")
     mechanism = record.stretches[-1].mechanism
     like = start(mechanism, strategy.deployment.server, jnp.asarray(checkpoint["server_0"]))
     leaves, tree = jax.tree.flatten(like)
-    packed = [checkpoint[f"server_{i}"] for i in range(len(leaves))]
-    if packed[0].size != sum(array.size for array in strategy.like.values()):
-        raise ValueError("the checkpoint is of another model")
-    strategy.state = jax.tree.unflatten(tree, packed)
+    strategy.state = jax.tree.unflatten(tree, [checkpoint[f"server_{i}"] for i in range(len(leaves))])
     strategy.round = int(checkpoint["round"])
     strategy.refused |= {name: Counter(counts) for name, counts in record.refused.items()}
     strategy.strangers = record.strangers

@@ -168,12 +168,13 @@ class FedHDP(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """After the last round, and if clients are asked at all: everybody."""
+        """After the last round, and if clients are asked at all: everybody but those who are left out."""
         self._asked = []
         if self.deployment.evaluate_every and server_round == self.deployment.rounds:
-            charged = self.purse.charged
+            charged, groups = self.purse.charged, self.purse.mechanism.groups
             for client, group in self._clients():
-                self._ask(MessageType.EVALUATE, client, group, arrays, charged, True)
+                if groups[group].sampling_rate > 0:
+                    self._ask(MessageType.EVALUATE, client, group, arrays, charged, True)
         return [asked.message for asked in self._asked]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -199,7 +200,7 @@ class FedHDP(Strategy):
         if node is None:
             return
         chosen = mechanism.groups[group]
-        promised = (chosen.name, chosen.noise_multiplier, chosen.sampling_rate)
+        promised = (chosen.name, self.deployment.told(chosen), chosen.sampling_rate)
         order = Order(secrets.token_hex(8), self.run, self.round, charged, *promised, chosen.pull, evaluate)
         message = order_message(kind, node, model, order, self.deployment.reply_seconds)
         self._asked.append(Asked(client, group, order, message))

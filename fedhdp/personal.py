@@ -77,7 +77,8 @@ class PersonalAtHome:
         made = [np.zeros((self.capacity, len(self.engine.run_V), *leaf.shape), leaf.dtype) for leaf in leaves]
         for i, rows in enumerate(made):
             for first in range(0, len(known), PART):
-                rows[self._home(known[first : first + PART])] = arrays.pop(f"personal_{i}_{first}")
+                part = arrays.pop(f"personal_{i}_{first}")
+                rows[self._home(known[first : first + PART])] = part() if callable(part) else part
         return self.engine.put(jax.tree.unflatten(tree, made), self.engine.by_client)
 
     def _home(self, clients: np.ndarray) -> np.ndarray:

@@ -81,9 +81,13 @@ class Simulation:
         noise_seed: int | None = None,
         folder: Path | None = None,  # of personal models that memory does not hold; None: a temporary one
         repeats: int = 1,
+        cohorts: np.ndarray | None = None,  # fresh words that simulations shown side by side draw by; None: its own
     ):
         require(repeats >= 1, "repeats", repeats, "at least 1")
-        self.population, self.seed, self.noise_seed = population, seed, noise_seed
+        require(0 <= seed < 2**31, "seed", seed, "at least 0 and below 2**31")
+        if noise_seed is not None:
+            require(0 <= noise_seed < 2**31, "noise_seed", noise_seed, "at least 0 and below 2**31")
+        self.population, self.seed, self.noise_seed, self.cohorts = population, seed, noise_seed, cohorts
         self.training, self.step = training or LocalTraining(), step or ServerStep()
         once = [mechanism] if isinstance(mechanism, Mechanism) else list(mechanism)
         self.play_by(once * repeats, repeats)
@@ -146,12 +150,13 @@ class Simulation:
     def draw_cohort(self, round: int) -> np.ndarray:
         """Who is asked in a round.
 
-        Nobody may be able to tell, and no coin may be used in two trainings: a seed can be found from the initial model,
-        and is used again. Where nothing is promised, it serves.
+        Nobody may be able to tell: a seed can be found from the initial model, and is used again. Where nothing is
+        promised, it serves.
         """
-        promised = self.noise_seed is None and not all(one.opted_out for m in self._mechanisms for one in m.groups)
-        entropy = [int(word) for word in fresh(4)] if promised else [self.seed, COHORT, round]
-        return server.sample_cohort(self.mechanism, np.random.default_rng(entropy))
+        words = [self.seed if self.noise_seed is None else self.noise_seed]
+        if self.noise_seed is None and not all(one.opted_out for m in self._mechanisms for one in m.groups):
+            words = [int(word) for word in (fresh(4) if self.cohorts is None else self.cohorts)]
+        return server.sample_cohort(self.mechanism, np.random.default_rng([*words, COHORT, round]))
 
     def play(self, state: State) -> State:
         """One round; the state that went in is used up."""
@@ -235,6 +240,7 @@ class Simulation:
 
     def global_model(self, state: State, number: int = 0) -> np.ndarray:
         """A mechanism's global model as one row."""
+        _refuse_what_is_used_up(state)
         return np.asarray(state.server.theta_P[self.run_of[number]])
 
     def personal_models(self, state: State, clients: np.ndarray | int, number: int = 0) -> np.ndarray:
@@ -251,20 +257,25 @@ class Simulation:
     def pack(self, state: State) -> Packed:
         """The state as named arrays, personal models in the order of the clients, so that any machine can go on.
 
-        Large ones are functions that make them, to be called before the next round.
+        Large ones are functions that make them, to be called before the next round; `results.write_arrays` takes them so.
         """
+        _refuse_what_is_used_up(state)
         arrays: Packed = {f"server_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state.server))}
         arrays = {**arrays, "round": np.array(state.round), "new_K": state.new_K}
         own = {} if self.store is None else self.store.pack(state.personal, np.flatnonzero(~state.new_K))
         return {**arrays, **own}
 
     def unpack(self, arrays: dict[str, np.ndarray]) -> State:
-        """The state that was packed."""
+        """The state that was packed by a simulation like this one.
+
+        Personal models are taken out of the arrays one by one, so that memory holds them once; give a copy to keep them.
+        """
         starts = [server.start(run, self.step, jnp.zeros(self.engine.parameters)) for _, run in self.runs]
         leaves, tree = jax.tree.flatten(jax.tree.map(lambda *each: np.stack(each), *starts))
-        packed = [arrays[f"server_{i}"] for i in range(len(leaves))]
-        if [leaf.shape for leaf in packed] != [leaf.shape for leaf in leaves]:
-            raise ValueError("the checkpoint is of another model or mechanism")
+        packed = [arrays[f"server_{i}"] for i in range(sum(name.startswith("server_") for name in arrays))]
+        alike = [leaf.shape for leaf in packed] == [leaf.shape for leaf in leaves]
+        if not alike or len(arrays["new_K"]) != self.population.clients:
+            raise ValueError("the checkpoint is of another model, mechanism, server or population")
         known = np.flatnonzero(~arrays["new_K"])
         personal = None if self.store is None else self.store.unpack(arrays, known)
         server_state = self.engine.put(jax.tree.unflatten(tree, packed), self.engine.everywhere)
@@ -275,6 +286,7 @@ class Simulation:
 
     def parameters(self, state: State, number: int = 0) -> dict[str, np.ndarray]:
         """A mechanism's global model, and its average if there is one, as arrays named by where they stand in the model."""
+        _refuse_what_is_used_up(state)
         models = {"global": state.server.theta_P}
         if self.step.average is not None:
             models["average"] = self._averages(state)
@@ -351,7 +363,15 @@ def simulate(
     noise_seed: int | None = None,
     on_round: Callable[[State], None] | None = None,
 ) -> Trained:
-    """Train for some rounds and evaluate at the end, and on the way if asked."""
+    """Train for some rounds and evaluate at the end, and on the way if asked.
+
+    ``seed`` is that of the initial model and of the order of batches. Noise, and who is drawn, come from the operating
+    system, so that no two runs are alike; with a ``noise_seed`` they come from it, which is repeatable and not private.
+    ``evaluate_every`` so many rounds, besides the last; ``on_round`` is called with the state after each round.
+    """
+    require(
+        isinstance(mechanism, Mechanism), "mechanism", type(mechanism).__name__, "one; for several: simulate_together"
+    )
     return simulate_together(
         population, model, [mechanism], training, step, rounds, evaluate_every, seed, noise_seed, on_round
     )[0]
@@ -370,8 +390,17 @@ def simulate_together(
     on_round: Callable[[State], None] | None = None,
     repeats: int = 1,
 ) -> list[Trained]:
-    """Train under several mechanisms that draw the same cohorts, in one program; all of them ``repeats`` times, in turn."""
-    require(isinstance(rounds, int) and rounds >= 1, "rounds", rounds, "a whole number of at least 1")
+    """Train under several mechanisms with the same cohorts and batches, so that they are paired, in one program.
+
+    With ``repeats`` all of them are trained as often, each time from another initial model with other noise: in what is
+    returned, all mechanisms of the first time come first.
+    """
+    whole = isinstance(rounds, int | np.integer) and not isinstance(rounds, bool)
+    require(whole and rounds >= 1, "rounds", rounds, "a whole number of at least 1")
+    if evaluate_every is not None:
+        whole = isinstance(evaluate_every, int | np.integer) and evaluate_every >= 1
+        require(whole, "evaluate_every", evaluate_every, "a whole number of at least 1")
+    require(len(mechanisms) >= 1, "mechanisms", len(mechanisms), "one or more")
     simulation = Simulation(population, model, mechanisms, training, step, seed, noise_seed, repeats=repeats)
     state = simulation.start()
     histories: list[list[Row]] = [[] for _ in simulation.mechanisms]

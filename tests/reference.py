@@ -71,7 +71,7 @@ def train(population: Population, mechanism: Mechanism, training: LocalTraining,
     group_of = [j for j, group in enumerate(mechanism.groups) for _ in range(group.clients)]
     for t in range(rounds):
         eta, eta_p = training.rates(t)
-        cohort = sample_cohort(mechanism, np.random.default_rng([seed, COHORT, t]))
+        cohort = sample_cohort(mechanism, np.random.default_rng([noise_seed, COHORT, t]))
         batch_key = jax.random.wrap_key_data(stream(seed, BATCHES, t))
         sums = [np.zeros(flat(theta).size) for _ in mechanism.groups]
         bits, came = [], [0 for _ in mechanism.groups]

@@ -28,6 +28,7 @@ from fedhdp.experiments.spec import Experiment, LifetimeBudget, from_toml, to_to
 from fedhdp.ledger import Ledger, LedgerError
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.results import DamagedRun, RunFolder
+from fedhdp.simulate import Simulation
 
 TINY = Path(__file__).parent / "tiny.toml"
 FEDHDP = [sys.executable, "-c", "from fedhdp.cli import main; main()"]
@@ -333,6 +334,35 @@ def test_noise_that_can_be_computed_again_is_charged_as_none(tmp_path):
     (variant,) = run(replace(experiment, budgets=budget, noise_seed=None), tmp_path / "later", onwards).variants
     assert variant.rounds == 0
     assert "would pass the budget of 'private'" in variant.stopped
+
+
+def test_a_run_that_its_ledger_refuses_leaves_nothing_behind(tmp_path):
+    paying = tiny(ledger=str(tmp_path / "ledger"), noise_seed=None, rounds=1)
+    run(paying, tmp_path / "one", onwards)
+    with pytest.raises(LedgerError, match="take another file for these"):
+        run(replace(paying, seed=9), tmp_path / "two", onwards)
+    assert not (tmp_path / "two").exists()
+
+
+def test_variants_that_memory_parts_are_still_drawn_the_same_cohorts_and_with_a_ledger_each_its_own(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("fedhdp.experiments.run.personal_room", lambda: 0)
+    drawn, draw = [], Simulation.draw_cohort
+
+    def watched(simulation: Simulation, round: int) -> np.ndarray:
+        drawn.append((round, *draw(simulation, round)))
+        return np.array(drawn[-1][1:])
+
+    monkeypatch.setattr(Simulation, "draw_cohort", watched)
+    alone = tiny(noise_seed=None, rounds=4)
+    run(alone, tmp_path / "paired", onwards)
+    assert drawn[:4] == drawn[4:]
+    assert len(drawn) == 8
+    drawn.clear()
+    run(replace(alone, ledger=str(tmp_path / "ledger")), tmp_path / "paid", onwards)
+    assert len(drawn) == 8
+    assert drawn[:4] != drawn[4:]
 
 
 def test_another_population_has_a_ledger_of_its_own(tmp_path):

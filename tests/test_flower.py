@@ -176,7 +176,8 @@ def equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 
 
 def test_flower_and_the_simulator_give_the_same_global_model_from_the_same_seeds(tmp_path):
-    wanted = deployment(tmp_path, rounds=4, server=ServerStep("momentum", average=0.5), evaluate_every=2)
+    step = ServerStep("momentum", average=0.5)
+    wanted = deployment(tmp_path, rounds=4, server=step, evaluate_every=2, cohort_seed=7)
     summary = play(everyone(), wanted)
     mechanism = wanted.mechanism({"open": 2, "mid": 3, "strict": 3})
     simulated = simulate(POPULATION, MODEL, mechanism, TRAINING, wanted.server, 4, seed=SEED, noise_seed=7)

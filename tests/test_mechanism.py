@@ -203,3 +203,16 @@ def test_a_clients_reach_is_its_weight_and_how_the_sum_beside_it_is_rounded():
     assert mechanism.reach(groups[0]) == pytest.approx(1.0 + rounding, rel=1e-12)
     assert mechanism.reach(replace(groups[1], weight=0.0)) == 0.0
     assert mechanism.update_noise >= mechanism.reach(groups[1])
+
+
+def test_a_group_of_which_nobody_is_drawn_is_owed_nothing_and_the_others_get_what_they_were_promised():
+    groups = (PrivacyGroup("strict", 10, 5.0, 0.0), PrivacyGroup("mid", 10, 0.7, 0.5, weight=0.5))
+    for clip in (1.0, AdaptiveClip(initial=1.0)):
+        for noise in ("shared", "per_group"):
+            left, alone = Mechanism(groups, clip, noise), Mechanism(groups[1:], clip, noise)
+            assert left.update_noise == pytest.approx(alone.update_noise)
+            assert left.bit_noise == alone.bit_noise
+            assert left.multiplier(groups[1]) >= 0.7
+            assert left.multiplier(groups[0]) == math.inf
+    nobody = Mechanism(groups[:1], AdaptiveClip(initial=1.0))
+    assert (nobody.update_noise, nobody.bit_noise) == (0.0, 0.0)

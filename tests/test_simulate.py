@@ -22,7 +22,7 @@ from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.metrics import group_rows
 from fedhdp.models import Model, correct, linear, mlp, squared_error
 from fedhdp.population import Population, examples
-from fedhdp.randomness import BATCHES, COHORT, NOISE, stream
+from fedhdp.randomness import BATCHES, COHORT, NOISE, fresh, stream
 from fedhdp.randomness import MODEL as START
 from fedhdp.server import ServerStep
 from fedhdp.simulate import Simulation, simulate
@@ -337,9 +337,30 @@ def test_seeds_change_what_they_name_and_nothing_else(population):
     same(one, final(population, CHOSEN)[1])
     _, other_noise = final(population, CHOSEN, noise_seed=8)
     assert not np.array_equal(one.server.theta_P, other_noise.server.theta_P)
-    np.testing.assert_array_equal(one.new_K, other_noise.new_K)
+    assert not np.array_equal(one.new_K, other_noise.new_K)
     _, other_seed = final(population, CHOSEN, seed=4)
-    assert not np.array_equal(one.new_K, other_seed.new_K)
+    assert not np.array_equal(one.server.theta_P, other_seed.server.theta_P)
+    np.testing.assert_array_equal(one.new_K, other_seed.new_K)
+
+
+def test_simulations_that_are_given_the_same_words_draw_the_same_cohorts_and_others_in_every_round(population):
+    one, other = (Simulation(population, MODEL, CHOSEN, TRAINING, cohorts=words) for words in [fresh(4)] * 2)
+    cohorts = [one.draw_cohort(number).tolist() for number in range(6)]
+    assert cohorts == [other.draw_cohort(number).tolist() for number in range(6)]
+    assert len(set(map(tuple, cohorts))) == 6
+    assert cohorts != [one.draw_cohort(number + 6).tolist() for number in range(6)]
+
+
+def test_a_state_goes_through_its_arrays_and_back_and_not_into_another_simulation(population):
+    simulation, state = final(population, CHOSEN)
+    packed = simulation.pack(state)
+    for _ in range(2):
+        same(state._replace(done=None), simulation.unpack(dict(packed)))
+    momentum = Simulation(population, MODEL, CHOSEN, TRAINING, ServerStep("momentum"))
+    fewer = Simulation(tiny_population([4, 4]), MODEL, Mechanism((PrivacyGroup("all", 2, 1.0, 0.5),), 1.0), TRAINING)
+    for other in (momentum, fewer):
+        with pytest.raises(ValueError, match="the checkpoint is of another model, mechanism, server or population"):
+            other.unpack(dict(packed))
 
 
 def test_no_two_purposes_share_a_stream():

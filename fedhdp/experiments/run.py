@@ -22,6 +22,7 @@ from fedhdp.metrics import Row
 from fedhdp.models import Model
 from fedhdp.outcome import Summary, VariantResult, fill_in
 from fedhdp.personal import personal_bytes, personal_room
+from fedhdp.randomness import fresh
 from fedhdp.results import RunFolder
 from fedhdp.simulate import Simulation, State, cohorts_of, global_training
 
@@ -89,12 +90,15 @@ def _run(experiment: Experiment, mechanism: Mechanism, folder: RunFolder, watch:
         inputs = int(np.prod(population.input_shape))
         model = experiment.model.build(inputs, population.classes)  # one, so that it compiles once
         mechanisms = [variant.mechanism(mechanism) for variant in experiment.variants]
+        cohorts = (
+            fresh(4) if experiment.ledger is None else None
+        )  # the same, so that variants are paired also in several batches
         with _ledger(experiment, mechanism, mechanisms) as ledger:
             for batch in _batches(experiment, mechanisms, model):
                 if any(finished[index] is None for index in batch):
                     chosen = ([mechanisms[index] for index in batch], experiment.training, experiment.server)
                     where = (experiment.seed, experiment.noise_seed, parts[batch[0]].path)
-                    simulation = Simulation(population, model, *chosen, *where)
+                    simulation = Simulation(population, model, *chosen, *where, cohorts=cohorts)
                     played = _play(_Batch(experiment, batch, simulation, folder, ledger), watch)
                     for index, result in zip(batch, played):
                         finished[index] = result
@@ -171,6 +175,8 @@ class _Batch:
         self.begun = time.monotonic()
         self.start = self._go_on()
         self.payers = self._payers(folder.id, ledger)
+        for part, history in zip(self.parts, self.histories):  # once the ledger has taken the run
+            part.restart_history(history)
 
     def _go_on(self) -> State:
         """Where it begins, or goes on, with its variants' histories up to there, and the seconds it has taken.
@@ -186,8 +192,6 @@ class _Batch:
             self.again += shown - state.round
             self.keep(state)  # before it is forgotten that they were shown
         self.histories = [part.history(until=state.round) for part in self.parts]
-        for part, history in zip(self.parts, self.histories):
-            part.restart_history(history)
         return state
 
     def _payers(self, run_id: str, ledger: Ledger | None) -> list[Payer]:

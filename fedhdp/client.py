@@ -33,6 +33,7 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decay_every: int = 50
     personalise: bool = True
     personal_epochs: int | None = None  # of the personal model, before it rests until the next round; None: as many
+    proximal: float = 0.0  # how strongly local training of the global model is pulled back to where it began (FedProx)
     whole_batches: bool = False  # leave out an epoch's last batch where it is not whole, unless it is the only one
 
     def __post_init__(self) -> None:
@@ -46,6 +47,8 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.personal_learning_rate is not None:
             rate = self.personal_learning_rate
             require(0 < rate < math.inf, "personal_learning_rate", rate, "finite and above 0")
+        rule = f"at least 0 and below {2 / self.learning_rate:g}, or models run away at this learning rate"
+        require(0 <= self.proximal * self.learning_rate < 2, "proximal", self.proximal, rule)
         require(0 < self.decay <= 1, "decay", self.decay, "above 0 and at most 1")
         require(self.decay_every >= 1, "decay_every", self.decay_every, "at least 1")
 
@@ -137,13 +140,13 @@ def client_updates(
     runs = jax.tree.leaves(theta_R)[0].shape[0]
     run_T = np.concatenate([np.arange(runs), run_V]).astype(int)
 
-    # All models of a client train side by side (T): theta ← theta − η(∇f + λ(theta − anchor)), λ_global = 0.
+    # All models of a client train side by side (T): theta ← theta − η(∇f + λ(theta − anchor)), in the paper λ_global = 0.
     shared_C = jax.vmap(partial(held_in.know, theta_R))(x_CM, gram_CMM)
     enter = lambda own_V, x_M, shared: held_in.enter(theta_R, own_V, run_V, x_M, shared)  # noqa: E731
     held_CT, known_CT = jax.vmap(enter)(personal_CV, x_CM, shared_C)
     anchor_T = held_in.anchor(theta_R, run_T, capacity)
     rate_T = rates[(np.arange(len(run_T)) >= runs).astype(int)]
-    pull_CT = jnp.concatenate([jnp.zeros((len(x_CM), runs)), pull_CV], axis=1)
+    pull_CT = jnp.concatenate([jnp.full((len(x_CM), runs), training.proximal), pull_CV], axis=1)
     batches_C = training.batches(count_C)
 
     def known(models: int, first: Any, size: int, many: int | None = None) -> Any:
@@ -168,7 +171,8 @@ def client_updates(
                     loss_B = model.loss(held_in.predict(held, known_B, first, key), y_B)
                     return jnp.sum(jnp.where(real_B, loss_B, 0.0)) / jnp.maximum(jnp.sum(real_B), 1)
 
-                return descend(f, held, rate, None if models == runs else pull, anchor, held_in.wide)
+                pulled = models > runs or training.proximal > 0
+                return descend(f, held, rate, pull if pulled else None, anchor, held_in.wide)
 
             rate_of, anchor_of = busy * rate_T[:models], take(anchor_T, slice(models))
             return jax.vmap(of_model)(held_T, known_TB, rate_of, pull_T, anchor_of)

@@ -105,7 +105,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``noise``: ``shared`` adds one noise, large enough for the group that is owed most; ``per_group`` adds one for each
     group, as the paper writes it, so that each group's own sum could be shown too. ``sampling``: ``poisson`` draws every
-    client by its own coin and divides by how many are expected; ``fixed`` is the paper's: cohorts of fixed size, of each
+    client by its own coin and divides by how many are expected; ``fixed`` has cohorts of fixed size, as the paper, of each
     group its share, divided by how many came. Groups take the clients of a population in order: the first group the first
     clients.
     """

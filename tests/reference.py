@@ -54,7 +54,7 @@ def client_update(theta_0: Network, theta_j: Network, x: np.ndarray, y: np.ndarr
     for epoch in range(training.epochs):
         for batch in batches:
             g = gradient(theta, x[batch], y[batch])
-            theta = {name: theta[name] - eta * g[name] for name in theta}
+            theta = {n: theta[n] - eta * (g[n] + training.proximal * (theta[n] - theta_0[n])) for n in theta}
             if epoch >= (training.personal_epochs or training.epochs):
                 continue
             g = gradient(theta_j, x[batch], y[batch])

@@ -1,12 +1,15 @@
 """Plans: the noise meets the levels, the weights are the best there are, and the formula of the docs is what is computed."""
 
+import io
 import math
 
 import msgspec
 import pytest
 from msgspec.structs import replace
+from rich.console import Console
 
 from fedhdp.accounting import epsilon
+from fedhdp.cli.show import print_table, table
 from fedhdp.plan import Level, plan, reach, weighed
 
 LEVELS = (Level("none", math.inf, 0.05), Level("relaxed", 8.0, 0.35), Level("strict", 2.0, 0.6))
@@ -103,3 +106,18 @@ def test_a_bad_number_is_named_with_its_value(changes, named):
 def test_a_level_that_is_none_is_refused_by_name(epsilon, share):
     with pytest.raises(ValueError, match="of 'strict' must be"):
         Level("strict", epsilon, share)
+
+
+@pytest.mark.parametrize("width", [24, 40, 64, 200])
+def test_a_table_in_a_narrow_terminal_keeps_its_names_and_cuts_no_number(width):
+    shown = table(("level",), ("clients", "ε asked", "noise z\nof a round", "ε PLD"))
+    rows = [("a level of many words", "1,950", "12.25", "4.0025", "1.9957"), ("open", "50", "∞", "0", "∞")]
+    for row in rows:
+        shown.add_row(*row)
+    out = Console(width=width, file=io.StringIO())
+    print_table(out, shown)
+    said = out.file.getvalue()
+    assert max(map(len, said.splitlines())) <= width
+    assert said.count("open") == said.count("─\n") == {24: 4, 40: 2, 64: 1, 200: 1}[width]  # a name in every piece
+    assert all(number in said for row in rows for number in row[1:])
+    assert "…" not in said

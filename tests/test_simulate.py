@@ -70,10 +70,25 @@ def test_the_engine_agrees_with_plain_loops_where_clients_are_alike():
 
 @pytest.mark.parametrize("sizes", [[7] * 19, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6]])
 @pytest.mark.parametrize(
-    "otherwise", [{"whole_batches": True}, {"personal_epochs": 1}], ids=lambda given: next(iter(given))
+    "otherwise",
+    [{"whole_batches": True}, {"personal_epochs": 1}, {"proximal": 0.8}],
+    ids=lambda given: next(iter(given)),
 )
 def test_the_engine_agrees_with_plain_loops_where_clients_train_otherwise(sizes, otherwise):
     agree(tiny_population(sizes), MECHANISMS["two levels, the paper's"], replace(TRAINING, **otherwise))
+
+
+def test_a_proximal_term_shortens_updates_also_without_personal_models_and_outside_the_span(population):
+    for model in (MODEL, Model(MODEL.init, MODEL.apply)):  # the second trains on its parameters themselves
+        moved = []
+        for proximal in (0.0, 0.8, 4.0):
+            training = replace(TRAINING, proximal=proximal, personalise=False)
+            simulation = Simulation(population, model, replace(non_private(CHOSEN), clip=100.0), training, noise_seed=7)
+            first = simulation.global_model(simulation.start())
+            moved.append(np.linalg.norm(simulation.global_model(simulation.play(simulation.start())) - first))
+        assert moved[0] > 1.1 * moved[1] > 1.2 * moved[2] > 0
+    with pytest.raises(ValueError, match="proximal must be at least 0 and below"):
+        replace(TRAINING, proximal=2 / TRAINING.learning_rate)
 
 
 def agree(population: Population, mechanism: Mechanism, training: LocalTraining = TRAINING) -> None:

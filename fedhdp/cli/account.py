@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedhdp.accounting import counted
-from fedhdp.cli.show import console, in_short, on_delta, print_json, table
+from fedhdp.cli.show import console, in_short, on_delta, print_json, print_table, table
 
 if TYPE_CHECKING:
     from fedhdp.accounting import Spend
@@ -293,7 +293,7 @@ def _print_table(answer: dict[str, Any]) -> None:
                 *([in_short(group["epsilon_tuned"])] if tuned else []),
                 end_section=number == len(mechanism["groups"]) - 1,
             )
-    out.print(shown)
+    print_table(out, shown)
     groups = answer["mechanisms"][0]["groups"]
     for line in on_delta(max(group["delta"] for group in groups), sum(group["clients"] for group in groups)):
         out.print(line, style="yellow")
@@ -320,7 +320,7 @@ def _print_levels(answer: dict[str, Any]) -> None:
             in_short(level["epsilon_pld"]),
             in_short(level["budget"]),
         )
-    out.print(shown)
+    print_table(out, shown)
     out.print(
         "This is what is promised, whoever comes: others' choices may give a client more noise, not less. A server's ledger "
         "counts by RDP, over all runs; rounds that a crash cut short are charged again."

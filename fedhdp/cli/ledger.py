@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedhdp.cli.show import console, in_short, print_json, table
+from fedhdp.cli.show import console, in_short, print_json, print_table, table
 
 if TYPE_CHECKING:
     from fedhdp.ledger import Ledger
@@ -123,7 +123,7 @@ def _print(answer: dict[str, Any]) -> None:
             if group["rounds_left"] == math.inf
             else str(group["rounds_left"]),
         )
-    out.print(groups)
+    print_table(out, groups)
     out.print("Budgets are kept by RDP; left: rounds of the group's last run that its budget still allows\n")
     for group in answer["groups"]:
         parts = []
@@ -138,4 +138,4 @@ def _print(answer: dict[str, Any]) -> None:
         runs.add_row(run["run"], run["started"], f"{run['rounds_charged']:,}")
     if answer["runs"]:
         out.print()
-        out.print(runs)
+        print_table(out, runs)

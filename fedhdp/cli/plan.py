@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedhdp.accounting import counted
-from fedhdp.cli.show import console, in_short, on_delta, print_json, table
+from fedhdp.cli.show import console, in_short, on_delta, print_json, print_table, table
 
 if TYPE_CHECKING:
     from fedhdp.plan import Level, Plan, Reach
@@ -92,7 +92,7 @@ def _print(plan: Plan) -> None:
             in_short(level.epsilon_pld),
             in_short(level.epsilon_rdp),
         )
-    out.print(levels)
+    print_table(out, levels)
     out.print(
         "z for each level's epsilon by PLD; say: its part of the weighted mean; Poisson sampling, add or remove one"
     )
@@ -106,7 +106,7 @@ def _print(plan: Plan) -> None:
         found = plan.reach[name]
         numbers = (found.noise_per_parameter, found.noise_of_a_round, found.noise, found.error)
         reaching.add_row(label, *(f"{number:.3g}" for number in numbers))
-    out.print(reaching)
+    print_table(out, reaching)
     out.print("error: noise, who happened to come, and who is hardly heard, in the mean of all rounds\n")
 
     out.print("What one level costs everybody: the error with it, and if it were otherwise")
@@ -117,7 +117,7 @@ def _print(plan: Plan) -> None:
     for cost in plan.costs:
         worlds = (now, cost.opted_out, cost.without, equal, cost.unweighed_without)
         costs.add_row(cost.name, *(_error(world) for world in worlds))
-    out.print(costs)
+    print_table(out, costs)
     out.print(_in_words(plan))
 
 

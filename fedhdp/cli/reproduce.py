@@ -38,7 +38,7 @@ def reproduce(
     sampling: Annotated[
         Literal["fixed", "poisson"] | None,
         typer.Option(
-            help="fixed: the paper's algorithm as it is written, the default of its rows; poisson: what its epsilons hold "
+            help="fixed: cohorts of fixed size, as the paper's algorithm has them, the default of its rows; poisson: what its epsilons hold "
             "for, which rows of ours always have."
         ),
     ] = None,

@@ -48,3 +48,25 @@ def table(texts: Iterable[str], numbers: Iterable[str]) -> Table:
     for name in numbers:
         shown.add_column(name, justify="right", no_wrap=True)
     return shown
+
+
+def print_table(out: Console, shown: Table) -> None:
+    """A table, in as many pieces as a narrow terminal needs, each with the columns of words."""
+    texts = [column for column in shown.columns if column.justify == "left"]
+    numbers = [column for column in shown.columns if column.justify != "left"]
+    wide = {id(column): max(_wide(cell) for cell in (column.header, *column.cells)) + 2 for column in shown.columns}
+    names = min(sum(wide[id(column)] for column in texts), out.width // 2)
+    pieces: list[list] = [[]]
+    for column in numbers:
+        if pieces[-1] and names + sum(wide[id(one)] for one in (*pieces[-1], column)) > out.width:
+            pieces.append([])
+        pieces[-1].append(column)
+    for piece in pieces:
+        made = table((str(column.header) for column in texts), (str(column.header) for column in piece))
+        for cells in zip(*(column.cells for column in (*texts, *piece)), strict=True):
+            made.add_row(*cells)
+        out.print(made)
+
+
+def _wide(cell: object) -> int:
+    return max(map(len, str(cell).split("\n")))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedhdp.cli.show import console, print_json, table
+from fedhdp.cli.show import console, print_json, print_table, table
 
 if TYPE_CHECKING:
     from fedhdp.theory.linear_regression import Level, Problem
@@ -112,7 +112,7 @@ def _print(problem: Problem, answer: Optimum) -> None:
     for level, group in zip(problem.levels, answer.groups):
         numbers = (level.gamma2, group.weight, group.pull, group.pull_own_noise)
         best.add_row(level.name, f"{level.clients:,}", *map(_short, numbers))
-    out.print(best)
+    print_table(out, best)
     out.print()
 
     errors = table(("error of",), ("FedHDP", *BESIDE.values()))
@@ -121,7 +121,7 @@ def _print(problem: Problem, answer: Optimum) -> None:
     for number, group in enumerate(answer.groups):
         beside = (_short(other.groups[number].client_mse) for other in others)
         errors.add_row(f"{group.name}, a client", _short(group.client_mse_own_noise), *beside)
-    out.print(errors)
+    print_table(out, errors)
     out.print()
     out.print(
         "What to do: set these as the groups' weight and pull, the last column's pull where the server adds the noise (as "

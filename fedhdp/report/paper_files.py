@@ -4,7 +4,7 @@ OUT/table.json     everything
 OUT/table.csv      a line for each number
 OUT/table.md       for people
 OUT/table.png      accuracy against the weight
-OUT/summary.json   means, spreads, time, machine: a few kilobytes
+OUT/summary.json   each seed's numbers, time, machine: a few kilobytes
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def numbers_csv(found: Comparison) -> str:
 
 
 def summary(found: Comparison) -> bytes:
-    """What to keep of a table: each number's mean, spread and seeds, with how, on what and how fast they were made."""
+    """What to keep of a table: each seed's numbers, with how, on what and how fast they were made."""
     rows = []
     for line in found.lines:
         which = {"part": line.key.part, "row": line.key.row, "pull": line.key.pull, "seeds": line.seeds}

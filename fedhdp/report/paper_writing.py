@@ -140,8 +140,8 @@ def _prices(found: Comparison, stated: float | None) -> list[str]:
     notes = [f"{text} [{', '.join(dict.fromkeys(rows))}]" for text, rows in said.items()]
     if stated is not None and "fixed" in found.sampling.values():
         notes.append(
-            f"the paper states ε = {stated:g} at delta 1e-4, which holds for Poisson sampling; its algorithm as it is "
-            "written draws cohorts of fixed size: that is what was run and priced here (--sampling poisson runs the other)"
+            f"the paper states ε = {stated:g} at delta 1e-4, which holds for Poisson sampling; its algorithm draws "
+            "cohorts of fixed size: such, each group its share, were run and priced here (--sampling poisson runs the other)"
         )
     return notes
 

@@ -1,6 +1,7 @@
 """The built-in experiments on the embedded handwriting: each a function that returns a whole Experiment.
 
-All but `letters` are of the paper's non-IID MNIST shape: 2,000 clients with 30 samples, 5% of them sampled a round, 5% opted out.
+All but ``letters`` are of the paper's non-IID MNIST shape: 2,000 clients with 30 samples, 5% of them sampled a round, 5%
+opted out.
 """
 
 from __future__ import annotations

@@ -241,6 +241,7 @@ def _groups(axis: Axes, lines: list[Line], prefix: str) -> None:
     for number, line in enumerate(lines):
         found = [(i + 0.1 * (number - len(lines) / 2), line.cells[c]) for i, c in enumerate(columns) if c in line.cells]
         x, cells = zip(*found)
+        name = line.key.row.partition(": ")[2] or line.key.row
         style: dict[str, Any] = {"linestyle": "none", "marker": "os^Dv"[number % 5], "markersize": 6, "capsize": 3}
         axis.errorbar(
             x,

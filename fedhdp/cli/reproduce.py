@@ -38,8 +38,8 @@ def reproduce(
     sampling: Annotated[
         Literal["fixed", "poisson"] | None,
         typer.Option(
-            help="fixed: cohorts of fixed size, as the paper's algorithm has them, the default of its rows; poisson: what its "
-            "epsilons hold for, which rows of ours always have."
+            help="fixed: cohorts of fixed size, as the paper's algorithm has them, the default of its rows; poisson: what "
+            "its epsilons hold for, which rows of ours always have."
         ),
     ] = None,
     batches: Annotated[

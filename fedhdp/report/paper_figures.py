@@ -243,13 +243,7 @@ def _groups(axis: Axes, lines: list[Line], prefix: str) -> None:
         x, cells = zip(*found)
         name = line.key.row.partition(": ")[2] or line.key.row
         style: dict[str, Any] = {"linestyle": "none", "marker": "os^Dv"[number % 5], "markersize": 6, "capsize": 3}
-        axis.errorbar(
-            x,
-            [c.mean for c in cells],
-            yerr=[_half(c) for c in cells],
-            label=line.key.row.partition(": ")[2] or line.key.row,
-            **style,
-        )
+        axis.errorbar(x, [c.mean for c in cells], yerr=[_half(c) for c in cells], label=name, **style)
     labels = [names.get(column.removeprefix(f"{prefix}_"), column.removeprefix(f"{prefix}_")) for column in columns]
     axis.set_xticks(range(len(columns)), labels)
     axis.set(ylabel="accuracy, %")

@@ -5,9 +5,14 @@ Axis letters: K clients of the population.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from statistics import stdev
 from typing import NamedTuple
 
 import numpy as np
+
+CONFIDENCE = 0.95
 
 
 class Row(NamedTuple):
@@ -34,3 +39,12 @@ def group_rows(round: int, model: str, names: list[str], group_K: np.ndarray, sc
         values = {"accuracy": scores.mean(), "variance": scores.var(), "worst_decile": worst.mean()}
         rows += [Row(round, name, model, metric, float(value)) for metric, value in values.items()]
     return rows
+
+
+def half_interval(values: Sequence[float]) -> float | None:
+    """Half of the 95% interval of the mean over seeds, which is Student's; None for a single one."""
+    if len(values) < 2:
+        return None
+    from scipy.stats import t
+
+    return float(t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))

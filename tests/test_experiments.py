@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from fedhdp.experiments.run import Interrupted, Progress, resume, run
 from fedhdp.experiments.spec import Experiment, LifetimeBudget, from_toml, to_toml
 from fedhdp.ledger import Ledger, LedgerError
 from fedhdp.mechanism import Mechanism, PrivacyGroup
+from fedhdp.outcome import GroupResult, Summary, VariantResult
 from fedhdp.results import DamagedRun, RunFolder
 from fedhdp.simulate import Simulation
 
@@ -711,6 +713,48 @@ def test_the_table_goes_to_standard_output_and_tells_what_its_epsilons_rest_on(t
         r"delta 0\.0001, q 0\.3, z [\d.]+, 3 rounds, Poisson sampling, add or remove one client, RDP", said.stdout
     )
     assert "repeatable, and therefore not private" in said.stdout
+
+
+def test_several_seeds_are_run_one_after_the_other_shown_as_means_and_gone_on_with(tmp_path):
+    several = ("run", TINY, "--rounds", 2, "--out", tmp_path / "runs")
+    two = command(*several, "--seeds", "2", "--json")
+    found = json.loads(two.stdout)
+    assert list(found) == ["0", "1"]
+    for seed in "01":
+        kept = from_toml((tmp_path / f"runs/seed-{seed}/experiment.toml").read_text(), "kept")
+        assert (kept.seed, kept.noise_seed) == (int(seed), 2 + int(seed))
+    first = (tmp_path / "runs/seed-0/summary.json").stat().st_mtime_ns
+    three = command(*several, "--seeds", "3")
+    assert (tmp_path / "runs/seed-0/summary.json").stat().st_mtime_ns == first
+    assert "mean of 3 seeds ± half of its 95% interval" in three.stdout
+    seeds = [results.read_value(tmp_path / f"runs/seed-{seed}/summary.json", Summary) for seed in range(3)]
+    accuracies = [100 * seed.variants[1].server_accuracy for seed in seeds]
+    half = 4.3027 * statistics.stdev(accuracies) / 3**0.5  # Student's, of two degrees of freedom
+    assert f" {statistics.fmean(accuracies):.2f} ±{half:.2f} " in three.stdout
+    assert three.stdout.count("ε private = ") == 1
+    refused = {
+        ("--seeds", "2", "--seed", "1"): "it takes no --seed",
+        ("--seeds", "0"): "at least one seed",
+        ("--seeds", "2", "--ledger", tmp_path / "ledger"): "every seed is another population",
+        ("--seeds", "2", "--rounds", "3"): "seed-0 was made by another experiment",
+    }
+    for options, said in refused.items():
+        done = command(*several, *options)
+        assert (done.returncode, said in done.stderr) == (2, True)
+    assert not (tmp_path / "ledger").exists()
+
+
+def test_what_was_asked_for_is_in_the_table():
+    groups = [GroupResult(name, 5, True, 0.0, 0.1, 1.0, 0.1, 0.5, 0.01) for name in ("a", "b")]
+    plain = VariantResult("plain", "fedhdp", 3, 1.0, False, groups, server_accuracy=0.5)
+    header, _ = outcome.table([plain])
+    assert header == ["algorithm", "Acc_g", "g: b", "g: a", "Δ_g", "ε b", "ε a"]
+    chosen = [replace(group, chosen_accuracy=0.75, chosen_variance=0.02) for group in groups]
+    header, (row,) = outcome.table([replace(plain, server_average_accuracy=0.625, groups=chosen)])
+    assert header == ["algorithm", "Acc_g", "Acc_avg", "g: b", "g: a", "Δ_g", "c: b", "c: a", "Δ_c", "ε b", "ε a"]
+    assert (row[2], row[6], row[8]) == ("62.50", "75.00 (2.00)", "0.00")
+    with pytest.raises(ValueError, match="variants must be one or more"):
+        outcome.text_table([])
 
 
 def test_list_and_version_answer():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,6 +39,9 @@ def run(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/NAME-TIME.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data, initial model and batches.")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Several seeds, one after the other: 5 (the first five) or 2-4. Means are shown.")
+    ] = None,
     noise_seed: Annotated[
         int | None, typer.Option(help="Seed of noise and cohorts: repeatable, and therefore not private.")
     ] = None,
@@ -54,6 +58,8 @@ def run(
 
     `fedhdp run three-levels --rounds 50 --seed 1`
 
+    `fedhdp run my.toml --seeds 5 --out runs/mine` (means over five seeds; the same again goes on after Ctrl-C)
+
     `fedhdp run my.toml --out runs/mine --json > mine.json`
 
     `fedhdp run --resume runs/mine`
@@ -61,6 +67,7 @@ def run(
     import msgspec
 
     from fedhdp import results
+    from fedhdp.cli.reproduce import seeds_of
     from fedhdp.experiments import EXPERIMENTS
     from fedhdp.experiments import run as runs
     from fedhdp.experiments.spec import find
@@ -76,39 +83,61 @@ def run(
     given = {name: value for name, value in changes.items() if value is not None}
     if resume is not None and (given or out is not None or experiment is not None):
         raise ValueError("--resume goes on with what was begun: it takes no experiment, and no options but --json")
+    if seeds is not None and (resume is not None or seed is not None):
+        raise ValueError("--seeds says which seeds: it takes no --seed, and goes on with --out instead of --resume")
     if resume is None:
         chosen = msgspec.structs.replace(find(experiment or "quickstart", EXPERIMENTS), **given)
         folder = out or Path("runs") / f"{results.slug(chosen.name)}-{time.strftime('%Y%m%d-%H%M%S')}"
     else:
         folder = resume
+    each = [] if seeds is None else runs.each_seed(chosen, seeds_of(seeds))
     if resume is None and chosen.ledger is not None and not Path(chosen.ledger).exists():
         errors.print(f"{chosen.ledger}: a new ledger", highlight=False, soft_wrap=True)
     again = f"fedhdp run --resume {shlex.quote(str(folder))}"
+    summaries = []
     try:
-        with ProgressDisplay(errors, again) as display:
-            summary = runs.run(chosen, folder, display.watch) if resume is None else runs.resume(folder, display.watch)
+        if seeds is None:
+            with ProgressDisplay(errors, again) as display:
+                begin = resume is None
+                summaries.append(
+                    runs.run(chosen, folder, display.watch) if begin else runs.resume(folder, display.watch)
+                )
+        else:
+            again = shlex.join(["fedhdp", *sys.argv[1:], *([] if out else ["--out", str(folder)])])
+            for one in each:
+                errors.print(f"seed {one.seed}", highlight=False)
+                with ProgressDisplay(errors, again) as display:
+                    summaries.append(runs.run_or_resume(one, folder / f"seed-{one.seed}", display.watch))
+                if display.stop:
+                    raise runs.Interrupted
     except runs.Interrupted:
         errors.print(f"stopped; to go on: {again}", style="yellow", highlight=False, soft_wrap=True)
         sys.exit(130)
     if json:
-        print_json(summary)
+        print_json(summaries[0] if seeds is None else {str(one.seed): found for one, found in zip(each, summaries)})
         return
-    _print_table(summary)
-    _print_ledger(folder)
+    _print_table(summaries[0], summaries[1:])
+    if seeds is None:
+        _print_ledger(folder)
     errors.print(f"kept in {folder}", style="dim", highlight=False, soft_wrap=True)
 
 
-def _print_table(summary: Summary) -> None:
+def _print_table(summary: Summary, others: Sequence[Summary] = ()) -> None:
     from fedhdp.outcome import footnotes, table
 
     console = Console(markup=False) if sys.stdout.isatty() else Console(width=200, markup=False)
-    header, rows = table(summary.variants)
+    more = [other.variants for other in others]
+    header, rows = table(summary.variants, others=more)
     wide = _width(header, rows) <= console.width
     if not wide:
-        header, rows = table(summary.variants, variances=False)
+        header, rows = table(summary.variants, variances=False, others=more)
         header = [name.replace(" ", "\n") for name in header]
-    console.print(f"{summary.experiment}: accuracy in %" + (", variance across clients in parentheses" if wide else ""))
-    console.print("Acc_g: the server's test set; g and l: clients' own data, with the global and with personal models")
+    means = f", mean of {len(others) + 1} seeds ± half of its 95% interval" if others else ""
+    spread = ", variance across clients in parentheses" if wide else ""
+    console.print(f"{summary.experiment}: accuracy in %{means}{spread}")
+    said = "Acc_g: the server's test set; g and l: clients' own data, with the global and with personal models"
+    said += "; c: with the pull that each chose" if any(name.startswith("c:") for name in header) else ""
+    console.print(said + ("; Acc_avg: the averaged model" if "Acc_avg" in header else ""))
     for columns in _fitting(header, rows, console.width):
         shown = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), collapse_padding=True, show_edge=False)
         for number in columns:
@@ -116,7 +145,7 @@ def _print_table(summary: Summary) -> None:
         for row in rows:
             shown.add_row(*(row[number] for number in columns))
         console.print(shown)
-    for line in footnotes(summary.variants):
+    for line in footnotes([variant for seed in (summary, *others) for variant in seed.variants]):
         console.print(line, style="dim", highlight=False)
 
 

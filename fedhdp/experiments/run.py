@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 import fedhdp
 from fedhdp import results
@@ -75,6 +76,26 @@ def resume(out: Path, watch: Watch) -> Summary:
         if (out / results.SUMMARY).exists():
             return results.read_value(out / results.SUMMARY, Summary)
         return _run(experiment, experiment.mechanism.mechanism(experiment.rounds, experiment.delta), folder, watch)
+
+
+def each_seed(experiment: Experiment, seeds: Iterable[int]) -> list[Experiment]:
+    """The experiment with each of these seeds, and noise of its own where that has one too."""
+    if experiment.ledger is not None:
+        raise ValueError(
+            f"every seed is another population, and {experiment.ledger} is the ledger of one: run them apart"
+        )
+    noise = experiment.noise_seed
+    return [replace(experiment, seed=seed, noise_seed=None if noise is None else noise + seed) for seed in seeds]
+
+
+def run_or_resume(experiment: Experiment, out: Path, watch: Watch) -> Summary:
+    """Run an experiment into a folder, or go on with it there; a folder of another experiment is refused."""
+    path = out / results.EXPERIMENT
+    if not path.exists():
+        return run(experiment, out, watch)
+    if from_toml(path.read_text(encoding="utf-8"), str(path)) != experiment.pinned():
+        raise ValueError(f"{out} was made by another experiment; give another --out")
+    return resume(out, watch)
 
 
 def _run(experiment: Experiment, mechanism: Mechanism, folder: RunFolder, watch: Watch) -> Summary:

@@ -18,10 +18,11 @@ from fedhdp.experiments import paper
 from fedhdp.experiments.own import LEVELS, OURS
 from fedhdp.experiments.paper import PaperTable, Row
 from fedhdp.experiments.reproducing import Machine
+from fedhdp.metrics import half_interval
 from fedhdp.report.paper_orderings import Ordering, View, orderings
 from fedhdp.report.paper_runs import Key, Priced, Run, mean_of, numbers, part_order, priced, read_runs
 
-CONFIDENCE, CLOSE = 0.95, 1.0  # points of accuracy within which a global model is called close
+CLOSE = 1.0  # points of accuracy within which a global model is called close
 SIBLINGS = {"noniid-mnist": "skewed-mnist", "skewed-mnist": "noniid-mnist"}
 
 
@@ -84,12 +85,9 @@ def cell(values: Iterable[float], papers: float | None = None) -> Cell:
     """Numbers over seeds beside the paper's."""
     found = tuple(values)
     mean, sd, low, high, holds = fmean(found), None, None, None, None
-    if len(found) > 1:
-        from scipy.stats import t
-
-        sd = stdev(found)
-        half = float(t.ppf((1 + CONFIDENCE) / 2, len(found) - 1)) * sd / math.sqrt(len(found))
-        low, high = mean - half, mean + half
+    half = half_interval(found)
+    if half is not None:
+        sd, low, high = stdev(found), mean - half, mean + half
         holds = None if papers is None else low - 1e-9 <= papers <= high + 1e-9
     return Cell(mean, sd, low, high, found, papers, None if papers is None else mean - papers, holds)
 

@@ -30,6 +30,7 @@ from fedhdp.ledger import Ledger, LedgerError
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.outcome import GroupResult, Summary, VariantResult
 from fedhdp.results import DamagedRun, RunFolder
+from fedhdp.server import ServerStep
 from fedhdp.simulate import Simulation
 
 TINY = Path(__file__).parent / "tiny.toml"
@@ -779,6 +780,35 @@ def test_variants_that_differ_in_pulls_alone_share_one_global_training(tmp_path)
     for number, group in enumerate(summary.variants[0].groups):
         assert group.chosen_accuracy is not None
         assert {one.groups[number].chosen_accuracy for one in summary.variants} == {group.chosen_accuracy}
+
+
+def test_a_variant_may_have_its_own_server_and_training_on_the_same_cohorts(tmp_path):
+    base = tiny(rounds=3)
+    plain, other = base.variants[1], replace(base.variants[1], name="other")
+    changes = {"server": {"optimiser": "momentum", "learning_rate": 0.3}, "training": {"epochs": 2}}
+    several = replace(base, variants=(plain, replace(other, **changes)))
+    assert from_toml(to_toml(several), "x") == several
+    run(several, tmp_path / "together", onwards)
+    alone = replace(base, variants=(plain,))
+    run(alone, tmp_path / "plain", onwards)
+    run(replace(alone, server=ServerStep("momentum", 0.3), training=replace(base.training, epochs=2)),
+        tmp_path / "other", onwards)  # fmt: skip
+    for name, part in (("fedhdp", "plain"), ("other", "other")):
+        models = [
+            results.read_arrays(tmp_path / folder / "model.npz") for folder in (f"together/{name}", f"{part}/fedhdp")
+        ]
+        for array in models[0]:
+            np.testing.assert_array_equal(models[0][array], models[1][array])
+    for wrong, said in (
+        (
+            {"server": {"optimizer": "adam"}},
+            "server of 'other': unknown field optimizer = 'adam'; did you mean optimiser?",
+        ),
+        ({"training": {"epochs": 0}}, "epochs must be at least 1, got 0"),
+        ({"training": {"proximal": 1e9}}, "proximal must be at least 0 and below"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            replace(base, variants=(plain, replace(other, **wrong)))
 
 
 def test_a_variant_that_draws_other_cohorts_runs_by_itself(tmp_path):

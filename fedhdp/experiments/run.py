@@ -117,7 +117,10 @@ def _run(experiment: Experiment, mechanism: Mechanism, folder: RunFolder, watch:
         with _ledger(experiment, mechanism, mechanisms) as ledger:
             for batch in _batches(experiment, mechanisms, model):
                 if any(finished[index] is None for index in batch):
-                    chosen = ([mechanisms[index] for index in batch], experiment.training, experiment.server)
+                    chosen = (
+                        [mechanisms[index] for index in batch],
+                        *experiment.trained(experiment.variants[batch[0]]),
+                    )
                     where = (experiment.seed, experiment.noise_seed, parts[batch[0]].path)
                     simulation = Simulation(population, model, *chosen, *where, cohorts=cohorts)
                     played = _play(_Batch(experiment, batch, simulation, folder, ledger), watch)
@@ -134,14 +137,14 @@ def _batches(experiment: Experiment, mechanisms: list[Mechanism], model: Model) 
 
     With a ledger each global training runs by itself, since a budget that is spent may change its cohorts.
     """
-    trainings: dict[Mechanism, list[int]] = {}
-    for index, mechanism in enumerate(mechanisms):
-        trainings.setdefault(global_training(mechanism), []).append(index)
+    trainings: dict[tuple, list[int]] = {}
+    for index, (variant, mechanism) in enumerate(zip(experiment.variants, mechanisms)):
+        trainings.setdefault((global_training(mechanism), *experiment.trained(variant)), []).append(index)
     room = personal_room() // 4  # beside data and what a round computes with
-    each = personal_bytes(model, mechanisms[0].clients) if experiment.training.personalise else 0
     batches: dict[tuple, list[list[int]]] = {}
-    for training, indices in trainings.items():
-        made = batches.setdefault(cohorts_of(training), [])
+    for (mechanism, training, step), indices in trainings.items():
+        made = batches.setdefault((cohorts_of(mechanism), training, step), [])
+        each = personal_bytes(model, mechanism.clients) if training.personalise else 0
         if made and experiment.ledger is None and (len(made[-1]) + len(indices)) * each <= room:
             made[-1] += indices
         else:

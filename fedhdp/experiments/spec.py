@@ -97,6 +97,8 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     noise_multipliers: dict[str, float] = {}
     noise: Noise | None = None  # None: the mechanism's
     sampling: Sampling | None = None  # None: the mechanism's
+    training: dict[str, Any] = {}  # what is other than in the experiment's training
+    server: dict[str, Any] = {}  # what is other than in the experiment's server
 
     def __post_init__(self) -> None:
         known = ", ".join(ALGORITHMS)
@@ -184,7 +186,12 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             require(name in groups, "budgets", name, f"of groups that exist ({', '.join(groups)})")
         for variant in self.variants:
             asked = self.mechanism._at([group.noise_multiplier or 0.0 for group in self.mechanism.groups])
-            self.training.check(variant.mechanism(asked))
+            training, _ = self.trained(variant)
+            training.check(variant.mechanism(asked))
+
+    def trained(self, variant: Variant) -> tuple[LocalTraining, ServerStep]:
+        """How clients train and how the server takes updates in, for a variant."""
+        return _changed(self.training, variant, "training"), _changed(self.server, variant, "server")
 
     def beside(self, folder: Path) -> Experiment:
         """The same with its files found from this folder, wherever it is gone on with from."""
@@ -202,6 +209,15 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def delta_of(self, group: str) -> float:
         """The delta at which a group's epsilon is told."""
         return next(wanted.delta or self.delta for wanted in self.mechanism.groups if wanted.name == group)
+
+
+def _changed(value: Any, variant: Variant, field: str) -> Any:
+    """The experiment's value with what a variant has otherwise."""
+    changes = getattr(variant, field)
+    try:
+        return msgspec.convert(msgspec.to_builtins(value) | changes, type(value)) if changes else value
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{field} of {variant.name!r}: {in_words(str(error), changes)}") from error
 
 
 def from_toml(text: str, where: str) -> Experiment:

@@ -98,6 +98,6 @@ if __name__ == "__main__":
     for number, name in enumerate(rules):
         better = scores["personal"][:, number] > scores["global"][:, number]
         print(f"with weights {name}, their own models are better for {better.sum()} of {len(better)} clinics")
-    theta = simulation.engine.unravel(simulation.personal_models(state, clients=3, number=1)[0])
+    theta = simulation.model(state, client=3, number=1)
     days = net.apply(theta, clinics.train.x_N[clinics.train.start_K[3] :][:3], None)[:, 0]
     print("what clinic 3 expects for its first patients:", ", ".join(f"{one:.1f}" for one in days))

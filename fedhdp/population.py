@@ -8,6 +8,7 @@ Axis letters: K clients of the population, C clients of a cohort, N examples, M 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -56,12 +57,22 @@ class Examples(NamedTuple):
 
 def examples(x_N: np.ndarray, y_N: np.ndarray, count_K: np.ndarray) -> Examples:
     """Examples that lie client after client."""
-    x_N, y_N, count_K = np.asanyarray(x_N), np.asanyarray(y_N), np.asarray(count_K, np.int32)
+    x_N, y_N, whole_K = np.asanyarray(x_N), np.asanyarray(y_N), np.asarray(count_K)
+    if whole_K.dtype.kind not in "iu":
+        raise ValueError(f"counts must be whole numbers, not of the type {whole_K.dtype}")
+    count_K = whole_K.astype(np.int32)
     if count_K.min(initial=0) < 0:
         raise ValueError(f"counts must be at least 0, not {count_K.min()}")
     if count_K.sum() != len(y_N) or len(x_N) != len(y_N):
         raise ValueError(f"counts add up to {count_K.sum()}, but there are {len(x_N)} inputs and {len(y_N)} targets")
     return Examples(x_N, y_N, np.cumsum(count_K) - count_K, count_K)
+
+
+def from_lists(x_K: Sequence[np.ndarray], y_K: Sequence[np.ndarray]) -> Examples:
+    """Examples that are given client by client."""
+    if len(x_K) != len(y_K) or any(len(x) != len(y) for x, y in zip(x_K, y_K)):
+        raise ValueError("every client must have as many targets as inputs")
+    return examples(np.concatenate(x_K), np.concatenate(y_K), np.array([len(y) for y in y_K]))
 
 
 class Population(NamedTuple):

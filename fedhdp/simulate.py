@@ -26,7 +26,7 @@ from fedhdp.engine import Data, Engine, Numbers, Shape
 from fedhdp.evaluation import Evaluation, chosen
 from fedhdp.mechanism import SERVER, Mechanism, require
 from fedhdp.metrics import Row, group_rows
-from fedhdp.models import Array, Model, check_data
+from fedhdp.models import Array, Model, Parameters, check_data
 from fedhdp.outcome import VariantResult, fill_in, group_results
 from fedhdp.personal import Packed, keep_personal
 from fedhdp.population import Population
@@ -253,6 +253,11 @@ class Simulation:
         require(known, "clients", clients.tolist(), f"from 0 to {self.population.clients - 1}")
         own_CP = self.store.rows(state.personal, clients)[:, number]
         return np.where(state.new_K[clients, None], self.global_model(state, number), own_CP)
+
+    def model(self, state: State, client: int | None = None, number: int = 0) -> Parameters:
+        """A mechanism's global model, or a client's personal one, as what the model's own functions take."""
+        row_P = self.global_model(state, number) if client is None else self.personal_models(state, client, number)[0]
+        return self.engine.unravel(jnp.asarray(row_P))
 
     def pack(self, state: State) -> Packed:
         """The state as named arrays, personal models in the order of the clients, so that any machine can go on.

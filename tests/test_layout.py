@@ -10,10 +10,12 @@ from typing import get_args
 import msgspec
 import pytest
 
+from fedhdp.accounting import fits
 from fedhdp.algorithms import ALGORITHMS
 from fedhdp.client import LocalTraining
 from fedhdp.experiments.choices import Data, ModelChoice
 from fedhdp.experiments.spec import Experiment, LifetimeBudget, Variant, WantedGroup, WantedMechanism, from_toml
+from fedhdp.ledger import Ledger
 from fedhdp.mechanism import AdaptiveClip
 from fedhdp.server import ServerStep
 
@@ -164,3 +166,17 @@ def test_the_page_about_experiments_has_every_key_and_its_example_can_be_run():
     assert all(f'"{name}"' in page for name in ALGORITHMS)
     example = page.split("```toml\n")[1].split("```")[0]
     assert [variant.name for variant in from_toml(example, "the page").variants] == ["DP-FedAvg", "FedHDP"]
+
+
+def test_the_page_about_python_is_a_program_that_runs(capsys):
+    page = (ROOT / "docs" / "python.md").read_text()
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", page, flags=re.S):
+        exec(compile(block, "docs/python.md", "exec"), names)
+    said = capsys.readouterr().out
+    assert len(re.findall(r"\d ±\d", said)) >= 3 * 7  # three algorithms, the server and two models of three groups
+    assert [value for _, value in names["curve"] if not 0 <= value <= 1] == []
+    assert len(names["found"]) == 6
+    with Ledger(names["folder"] / "population.ledger", fits, read_only=True) as ledger:
+        assert sum(rounds for *_, rounds in ledger.spent("strict")) == 5
+    assert names["scores"]["personal"].shape == (60, 1)

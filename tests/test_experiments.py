@@ -245,6 +245,14 @@ def test_a_watcher_that_says_no_interrupts_and_the_run_goes_on_from_there(whole,
     same_run(whole, folder)
 
 
+def test_a_runs_folder_is_priced_by_its_name_and_not_run_without_saying_how(whole):
+    priced, again = command("account", whole, "--json"), command("account", whole / "experiment.toml", "--json")
+    assert (priced.returncode, priced.stdout) == (0, again.stdout)
+    refused = command("run", whole)
+    assert refused.returncode == 2
+    assert f"fedhdp run --resume {whole}; to run it again: fedhdp run {whole}/experiment.toml" in refused.stderr
+
+
 def test_a_finished_run_is_not_run_again(whole):
     before = (whole / "summary.json").read_bytes()
     summary = resume(whole, lambda progress: pytest.fail("it ran"))

@@ -21,7 +21,7 @@ from fedhdp.charging import WhenSpent
 from fedhdp.client import LocalTraining
 from fedhdp.experiments.choices import NAMES, Data, Mlp, ModelChoice, PythonFile, clients_of
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, PrivacyGroup, Sampling, require
-from fedhdp.results import can_be_folder, slug
+from fedhdp.results import EXPERIMENT, can_be_folder, slug
 from fedhdp.server import ServerStep
 
 
@@ -175,6 +175,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(len(slugs) == len(names), "variants", names, "variants whose names differ in letters a to z or digits")
         for name in names:
             require(can_be_folder(name), "variant's name", name, "short, and not that of a file of the run")
+        require(0 <= self.data.validation < 1, "data.validation", self.data.validation, "at least 0 and below 1")
         total = sum(group.clients for group in self.mechanism.groups)
         rule = f"groups whose clients add up to data.clients, {self.data.clients}"
         require(total == self.data.clients, "mechanism.groups", total, rule)
@@ -299,6 +300,11 @@ def find(name: str, built_in: dict[str, Callable[[], Experiment]]) -> Experiment
     """An experiment by the name of a built-in one or of a TOML file, whose ledger is beside it unless it says where."""
     if name in built_in:
         return built_in[name]()
+    if (Path(name) / EXPERIMENT).is_file():
+        again = f"fedhdp run {Path(name) / EXPERIMENT}"
+        raise ValueError(
+            f"{name} is the folder of a run; to go on: fedhdp run --resume {name}; to run it again: {again}"
+        )
     if not name.endswith(".toml"):
         raise ValueError(f"there is no experiment {name!r}; there are {', '.join(built_in)}, or give a file.toml")
     try:

@@ -838,6 +838,25 @@ def heard(node: Node, kind: str) -> list[Message]:
     return [message for message in node.heard if message.metadata.message_type == kind]
 
 
+def beside(node: Node) -> InProcessGrid:
+    """A client and another without wishes, so that rounds go on when the first declines."""
+    return InProcessGrid([node, Node(2, PLAIN, privacy="open")])
+
+
+def sent_by(grid: InProcessGrid, node: Node) -> list[bool]:
+    """Whether a client has sent an update, each time that it was asked to train."""
+    updates: list[bool] = []
+    grid.tamper = lambda message, reply, of: (
+        (
+            updates.append(reply.has_content() and "update" in reply.content)
+            if of is node and trains([message])
+            else None
+        )
+        or [reply]
+    )
+    return updates
+
+
 def one_client(tmp_path, **config) -> Node:
     return Node(1, PLAIN, privacy="strict", directory=str(tmp_path / "me"), **config)
 
@@ -873,11 +892,15 @@ def test_an_owner_may_keep_scores_to_itself(tmp_path, said):
 def test_a_client_whose_budget_is_spent_tells_no_scores_either(tmp_path):
     node = one_client(tmp_path, epsilon=1e-4, scores=True)
     wanted = deployment(tmp_path, levels=ALWAYS, evaluate_every=1, **UNSEEDED)
-    (variant,) = play_plain(InProcessGrid([node]), wanted).variants
-    (asked,) = heard(node, "evaluate")
-    assert variant.groups[0].global_accuracy is None
-    asked.content["order"]["charged"] = 0  # whatever the server says was charged
-    assert "scores" not in node.answer(asked).content
+    grid = beside(node)
+    play_plain(grid, wanted)
+    assert not heard(node, "train")  # it says so when it is asked, and is sent nothing
+    assert not heard(node, "evaluate")
+    (asked,) = heard(grid.nodes[2], "evaluate")
+    asked.content["order"].update(level="strict", noise_multiplier=1.0)
+    for charged in (0, 1, 3):  # whatever the server says was charged
+        asked.content["order"]["charged"] = charged
+        assert "declined" in node.answer(asked).content["order"]
 
 
 def test_a_client_that_has_trained_as_often_as_its_budget_allows_tells_no_scores_whatever_is_said_to_be_charged(
@@ -885,7 +908,9 @@ def test_a_client_that_has_trained_as_often_as_its_budget_allows_tells_no_scores
 ):
     two = compose([(1.0, 1.0, "poisson", 2)], 1e-5) * 1.001
     node = one_client(tmp_path, epsilon=two, scores=True)
-    play_plain(InProcessGrid([node]), deployment(tmp_path, levels=ALWAYS, clip=1.0, evaluate_every=1, **UNSEEDED))
+    grid = beside(node)
+    play_plain(grid, deployment(tmp_path, levels=ALWAYS, clip=1.0, evaluate_every=1, **UNSEEDED))
+    assert len(heard(node, "train")) == 3  # the last of them is declined
     (asked,) = heard(node, "evaluate")
     for charged in (0, 2, 3):
         asked.content["order"]["charged"] = charged
@@ -905,19 +930,17 @@ def test_who_has_a_budget_tells_no_scores_unless_the_owner_says_so(tmp_path):
 def test_a_budget_that_is_lowered_during_a_run_ends_the_clients_part_in_it(tmp_path):
     for name, config in {"lowered": {"epsilon": 1000.0}, "first": {}}.items():
         (tmp_path / name).mkdir()
-        node, updates = one_client(tmp_path / name, **config), []
-        grid = InProcessGrid([node])
+        node = one_client(tmp_path / name, **config)
+        grid = beside(node)
+        updates = sent_by(grid, node)
 
         def lower(messages, node=node):
             if trains(messages) and messages[0].metadata.group_id == "1":
                 node.context.node_config["epsilon"] = 0.5
 
         grid.on_push = lower
-        grid.tamper = lambda message, reply, node, updates=updates: (
-            (updates.append("update" in reply.content) if trains([message]) else None) or [reply]
-        )
         play_plain(grid, deployment(tmp_path / name, levels=ALWAYS, rounds=4, **UNSEEDED))
-        assert updates == [True, False, False, False]
+        assert updates == [True, False]  # it declines, is asked, says that it is spent, and is sent nothing more
 
 
 def test_a_client_with_a_budget_takes_no_part_in_a_run_from_seeds_and_one_without_counts_it_as_no_privacy(tmp_path):
@@ -925,10 +948,13 @@ def test_a_client_with_a_budget_takes_no_part_in_a_run_from_seeds_and_one_withou
         node = one_client(tmp_path / name, **config)
         wanted = deployment(tmp_path / name, levels=ALWAYS, rounds=2, cohort_seed=None)
         (tmp_path / name).mkdir(exist_ok=True)
-        play_plain(InProcessGrid([node]), wanted)
+        play_plain(beside(node), wanted)
         replies = [row.value for row in history_of(wanted) if (row.group, row.metric) == ("strict", "replies")]
         assert sum(replies) == sent
-        assert {message.content["order"]["noise_multiplier"] for message in heard(node, "train")} == {0.0}
+        assert {
+            noise for message in heard(node, "query") for noise in message.content["offer"]["noise_multiplier"]
+        } == {0.0}
+        assert {message.content["order"]["noise_multiplier"] for message in heard(node, "train")} <= {0.0}
     with Ledger(tmp_path / "without" / "me" / "client.ledger", fits, read_only=True) as ledger:
         assert {multiplier for multiplier, *_ in ledger.spent("this client")} == {0.0}
 
@@ -1024,17 +1050,17 @@ def test_a_client_declines_rounds_once_its_own_budget_is_spent_whatever_the_serv
     three = compose([(1.0, 1.0, "poisson", 3)], 1e-5)
     node = one_client(tmp_path, epsilon=three * 1.001, delta=1e-5)
     wanted = deployment(tmp_path, levels=ALWAYS, rounds=5, clip=1.0, **UNSEEDED)
-    grid, updates = InProcessGrid([node]), []
-    grid.tamper = lambda message, reply, node: (
-        (updates.append("update" in reply.content) if trains([message]) else None) or [reply]
-    )
+    grid = beside(node)
+    updates = sent_by(grid, node)
     (variant,) = play_plain(grid, wanted).variants
-    assert updates == [True, True, True, False, False]
+    assert updates == [True, True, True, False]  # and is sent nothing after that
     assert variant.groups[0].refused == 0
     Path(wanted.ledger).unlink()  # a server that has forgotten everything
     updates.clear()
     play_plain(grid, replace(wanted, out=str(tmp_path / "two")))
-    assert updates == [False] * 5
+    assert updates == []
+    last = heard(node, "train")[-1]  # one that takes no notice
+    assert "declined" in node.answer(last).content["order"]
 
 
 @pytest.mark.parametrize(("first", "then"), [(1.0, 100.0), (100.0, 1.0)])
@@ -1042,12 +1068,11 @@ def test_a_clients_budget_is_the_least_that_its_owner_ever_wanted(tmp_path, firs
     three = compose([(1.0, 1.0, "poisson", 3)], 1e-5) * 1.001
     wanted, updates = deployment(tmp_path, levels=ALWAYS, rounds=2, clip=1.0, **UNSEEDED), []
     for factor, out in ((first, "one"), (then, "two")):
-        grid = InProcessGrid([one_client(tmp_path, epsilon=three * factor, delta=1e-5)])
-        grid.tamper = lambda message, reply, node: (
-            (updates.append(reply.has_content() and "update" in reply.content) if trains([message]) else None)
-            or [reply]
-        )
+        node = one_client(tmp_path, epsilon=three * factor, delta=1e-5)
+        grid = beside(node)
+        sent = sent_by(grid, node)
         play_plain(grid, replace(wanted, out=str(tmp_path / out)))
+        updates += sent
     assert updates == [True, True, True, False]
 
 
@@ -1219,12 +1244,13 @@ def test_half_a_budget_is_an_error_and_nothing_is_sent(tmp_path):
 
 
 def test_a_budget_without_a_place_to_count_in_means_that_nothing_is_sent(tmp_path):
-    grid, updates = InProcessGrid([Node(1, PLAIN, privacy="strict", epsilon=100.0)]), []
-    grid.tamper = lambda message, reply, node: (
-        (updates.append("update" in reply.content) if trains([message]) else None) or [reply]
-    )
+    node = Node(1, PLAIN, privacy="strict", epsilon=100.0)
+    grid = beside(node)
     play_plain(grid, deployment(tmp_path, levels=ALWAYS))
-    assert updates == [False] * 3
+    assert heard(node, "train") == []
+    (asked, *_) = heard(grid.nodes[2], "train")
+    asked.content["order"].update(level="strict")
+    assert "update" not in node.answer(asked).content
 
 
 @pytest.mark.parametrize("change", [{"noise_multiplier": 0.5}, {"sampling_rate": 1.5}])

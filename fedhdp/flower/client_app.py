@@ -72,8 +72,9 @@ def client_app(
                 kept.keep_promises(promises | {offer.run: promise})
                 wishes = (level(context) or "the strictest there is", _budget(context) or "none", _tells(context))
                 log(INFO, "run %s: level %s, own budget %s, tells scores: %s", offer.run, *wishes)
+            spent = _spent(kept, kept.promises()[offer.run], _budget(context))
             identity = kept.identity()
-        return tell_choice(message, Choice(level(context), identity))
+        return tell_choice(message, Choice(level(context), identity, spent))
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -98,11 +99,9 @@ def client_app(
         parameters, order = read_order(message)
         kept = _kept(context)
         try:
-            promise, budget = check(order, kept.promises(), level(context)), _budget(context)
-            trained_out = (
-                max(order.charged - 1, promise.seen) >= promise.rounds
-            )  # as far as it has paid, by either count
-            if kept.overspent(budget) or (trained_out and kept.left(promise.once(), budget) < 1):
+            promise = check(order, kept.promises(), level(context))
+            promise.seen = max(order.charged - 1, promise.seen)  # by either count
+            if _spent(kept, promise, _budget(context)):
                 raise Declined(SPENT)
         except Declined as error:
             return _decline(message, order, error)
@@ -127,6 +126,12 @@ def _set_aside(kept: Memory, offer: Offer, promise: Promise, budget: Budget | No
         kept.charge(offer.run, promise.once(rounds), budget)
     promise.rounds += rounds
     return promise
+
+
+def _spent(kept: Memory, promise: Promise, budget: Budget | None) -> bool:
+    """Whether no further round of a run can be paid for."""
+    trained_out = promise.seen >= promise.rounds
+    return kept.overspent(budget) or (trained_out and kept.left(promise.once(), budget) < 1)
 
 
 def _agree(kept: Memory, order: Order, level: str | None, context: Context) -> None:

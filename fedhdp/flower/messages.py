@@ -1,6 +1,6 @@
 """What is said between server and client, and how the server reads it: nothing in a reply is taken on trust.
 
-    query      → the levels on ``Offer``              ← which level, and who it is
+    query      → the levels on ``Offer``              ← which level, who it is, and whether its own budget is spent
     train      → the global model and its ``Order``   ← the update; how good both models are, if asked
     evaluate   → the global model and its ``Order``   ← how good both models are
 
@@ -67,10 +67,11 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Choice(NamedTuple):
-    """What a client says before training: its level, and an identity that outlives its connection."""
+    """What a client says before training: its level, an identity that outlives its connection, whether it is spent."""
 
     level: str | None
     client: str | None
+    spent: bool = False  # its own budget allows no further round
 
 
 class Refused(ValueError):
@@ -135,10 +136,10 @@ def read_choice(message: Message | None) -> Choice:
     if message is None or not message.has_content() or not isinstance(message.content.get("choice"), ConfigRecord):
         return Choice(None, None)
     said = message.content.config_records["choice"]
-    level, client = (said.get(key) for key in Choice._fields)
+    level, client, spent = (said.get(key) for key in Choice._fields)
     if not (isinstance(client, str) and len(client) <= 64 and client.isascii() and client.isalnum()):
         client = None
-    return Choice(level if isinstance(level, str) else None, client)
+    return Choice(level if isinstance(level, str) else None, client, spent is True)
 
 
 def order_message(kind: str, node: int, model: ArrayRecord, order: Order, ttl: float) -> Message:

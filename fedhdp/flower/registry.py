@@ -29,7 +29,7 @@ class Registry:
     def __init__(self, deployment: Deployment, ledger: Ledger, run: str, members: dict[str, str] | None = None):
         self.deployment, self.ledger = deployment, ledger
         self.members = dict(members or {})  # client -> level, in the order of joining
-        self.withdrawn: set[str] = set()  # asked for something stricter since
+        self.withdrawn: set[str] = set()  # asked for something stricter since, or have spent a budget of their own
         self.node_of: dict[str, int] = {}
         self._first: dict[int, str] = {}  # who a node was when it first said so in this run
         self._pending: dict[str, tuple[int, float]] = {}  # message -> node, and until when it may answer
@@ -78,7 +78,7 @@ class Registry:
             if any(self.reachable(client) is not None for client in self.members):
                 return
             if waited % 60 == 0:
-                log(WARNING, "no client can be reached: waiting before another round is charged")
+                log(WARNING, "no client can be reached, or all have withdrawn: waiting before another round is charged")
             time.sleep(look_every)
             self.listen(grid)
 
@@ -132,6 +132,9 @@ class Registry:
         self.node_of[client] = node
         self.members.setdefault(client, held)
         self.withdrawn.discard(client)
+        if said.spent:
+            self.withdrawn.add(client)
+            log(WARNING, "%s has spent its own budget: it is sent nothing more", name)
         if self.deployment.stricter(level, than=held):
             self.withdrawn.add(client)
             log(WARNING, "%s wants %s now and has been in %s: it is sent nothing more", name, level, held)

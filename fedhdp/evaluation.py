@@ -48,7 +48,9 @@ class Evaluation:
         return ExamplesAtHome(self.engine, self.population.validation)
 
     def on_server(self, theta_RP: Array) -> np.ndarray:
-        """The mean score of each global model."""
+        """The mean score of each global model; without a test set it is no number."""
+        if len(self.population.server_y_N) == 0:
+            return np.full(theta_RP.shape[0], np.nan)
         score_NR = self.engine.fetch(self.engine.scores(theta_RP, *self._server_test))
         return score_NR[: len(self.population.server_y_N)].mean(axis=0)
 

@@ -208,6 +208,9 @@ def check_data(population: Population, model: Model) -> None:
     x_N = jax.ShapeDtypeStruct((2, *population.input_shape), jnp.float32)
     y_N = jax.ShapeDtypeStruct((2, *population.server_y_N.shape[1:]), population.server_y_N.dtype)
     key = jax.random.key(0)
+    kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(jax.eval_shape(model.init, key))}
+    floats = bool(kinds) and all(kind.startswith("float") for kind in kinds)
+    require(floats, "the model's parameters", ", ".join(sorted(kinds)), "arrays of floats")
     outputs = _shape_of("predict", lambda x_N: model.apply(model.init(key), x_N, key), x_N)
     for name, judge in (("loss", model.loss), ("score", model.score)):
         found = _shape_of(f"take the {name}", judge, outputs, y_N).shape

@@ -226,7 +226,8 @@ class Simulation:
         clip_R, refused_RG = np.asarray(state.server.clip), np.asarray(state.server.refused_G)
         found = []
         for v, r in enumerate(self.run_of):
-            rows = [Row(state.round, SERVER, model, "accuracy", float(on_server[model][r])) for model in on_server]
+            has_test = len(self.population.server_y_N) > 0
+            rows = [Row(state.round, SERVER, m, "accuracy", float(on_server[m][r])) for m in on_server if has_test]
             for model, score_KV in by_client.items():
                 rows += group_rows(state.round, model, names, self.group_K, score_KV[:, v])
             rows.append(Row(state.round, SERVER, "global", "clip", float(clip_R[r])))

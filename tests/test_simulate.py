@@ -21,7 +21,7 @@ from fedhdp.client import LocalTraining
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.metrics import group_rows
 from fedhdp.models import Model, correct, linear, mlp, squared_error
-from fedhdp.population import Population, examples
+from fedhdp.population import Population, examples, from_lists
 from fedhdp.randomness import BATCHES, COHORT, NOISE, fresh, stream
 from fedhdp.randomness import MODEL as START
 from fedhdp.server import ServerStep
@@ -545,3 +545,41 @@ def test_the_example_that_brings_its_own_data_and_model_runs():
     better = re.findall(r"their own models are better for (\d+) of 600 clinics", "".join(of_clinics))
     assert len(better) == 2
     assert min(map(int, better)) > 300
+
+
+def test_a_server_without_a_test_set_says_nothing_of_it(population):
+    blind = population._replace(server_x_N=population.server_x_N[:0], server_y_N=population.server_y_N[:0])
+    found = simulate(blind, MODEL, CHOSEN, TRAINING, rounds=1).result("x")
+    assert found.server_accuracy is None
+    assert found.groups[0].global_accuracy is not None
+
+
+def test_parameters_that_cannot_be_trained_are_refused_in_words(population):
+    whole = Model(lambda key: jnp.zeros((12, 3), int), lambda w, x, key: x.reshape(len(x), -1) @ w)
+    with pytest.raises(ValueError, match="the model's parameters must be arrays of floats, got 'int"):
+        Simulation(population, whole, CHOSEN, TRAINING)
+
+
+def test_rounds_and_mechanisms_that_cannot_be_meant_are_refused_in_words(population):
+    for rounds in (0, True, 1.5, None):
+        with pytest.raises(ValueError, match="rounds must be a whole number of at least 1"):
+            simulate(population, MODEL, CHOSEN, TRAINING, rounds=rounds)
+    for every in (0, -1, 0.5):
+        with pytest.raises(ValueError, match="evaluate_every must be a whole number of at least 1"):
+            simulate(population, MODEL, CHOSEN, TRAINING, rounds=1, evaluate_every=every)
+    with pytest.raises(ValueError, match="simulate_together"):
+        simulate(population, MODEL, [CHOSEN], TRAINING, rounds=1)
+    with pytest.raises(ValueError, match="seed must be at least 0"):
+        simulate(population, MODEL, CHOSEN, TRAINING, rounds=1, seed=-1)
+    assert simulate(population, MODEL, CHOSEN, TRAINING, rounds=np.int64(1)).rounds == 1
+
+
+def test_examples_from_lists_are_those_of_each_client():
+    x = [np.arange(2 * n, dtype=np.float32).reshape(n, 2) + 100 * n for n in (3, 1, 2)]
+    made = from_lists(x, [np.arange(len(one)) for one in x])
+    assert made.count_K.tolist() == [3, 1, 2]
+    np.testing.assert_array_equal(made.x_N[made.start_K[2] :], x[2])
+    with pytest.raises(ValueError, match="as many targets as inputs"):
+        from_lists(x, [np.arange(3), np.arange(3), np.arange(2)])
+    with pytest.raises(ValueError, match="counts must be whole numbers"):
+        examples(np.zeros((2, 1)), np.zeros(2), [1.5, 0.5])

@@ -28,7 +28,7 @@ from fedhdp.datasets.tff_sizes import tff_sizes
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, cnn, mlp
 from fedhdp.population import Population, examples
-from fedhdp.simulate import Simulation
+from fedhdp.simulation import Simulation
 
 
 def noise_images(count_K: np.ndarray, classes: int) -> Population:

@@ -33,7 +33,7 @@ def measure(clients: int, cohort: int, rounds: int, data: str, personal: bool) -
     from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
     from fedhdp.models import mlp
     from fedhdp.population import Examples, Population
-    from fedhdp.simulate import Simulation
+    from fedhdp.simulation import Simulation
 
     count_K = np.full(clients, SAMPLES, np.int32)
     if data == "pool":

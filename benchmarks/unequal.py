@@ -22,7 +22,7 @@ from fedhdp.datasets.tff_sizes import tff_sizes
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import mlp
 from fedhdp.population import Population, examples
-from fedhdp.simulate import Simulation
+from fedhdp.simulation import Simulation
 
 COHORT = 100
 TRAINING = LocalTraining(50, 20, 0.01)

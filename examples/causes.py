@@ -27,7 +27,7 @@ from fedhdp.engine import Numbers
 from fedhdp.mechanism import SERVER, AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, mlp
 from fedhdp.population import Population
-from fedhdp.simulate import Simulation
+from fedhdp.simulation import Simulation
 
 PAPER = LocalTraining(25, 20, 0.5, decay=0.9, decay_every=50, personalise=False)
 CLIP = AdaptiveClip(initial=0.5)

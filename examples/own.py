@@ -20,7 +20,7 @@ from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, squared_error
 from fedhdp.population import Population, examples
 from fedhdp.server import ServerStep
-from fedhdp.simulate import Simulation
+from fedhdp.simulation import Simulation
 
 ROUNDS, DELTA = 60, 1e-3
 

@@ -31,7 +31,7 @@ from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.outcome import GroupResult, Summary, VariantResult
 from fedhdp.results import DamagedRun, RunFolder
 from fedhdp.server import ServerStep
-from fedhdp.simulate import Simulation
+from fedhdp.simulation import Simulation
 
 TINY = Path(__file__).parent / "tiny.toml"
 FEDHDP = [sys.executable, "-c", "from fedhdp.cli import main; main()"]

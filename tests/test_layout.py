@@ -32,6 +32,7 @@ LEVELS = [  # each may import from those above it in this list, and nothing from
     {"plan", "results", "rowfile", "stores"},
     {"personal"},
     {"evaluation"},
+    {"simulation"},
     {"simulate"},
     {"experiments"},
     {"flower", "progress", "report"},

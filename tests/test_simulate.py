@@ -25,7 +25,8 @@ from fedhdp.population import Population, examples, from_lists
 from fedhdp.randomness import BATCHES, COHORT, NOISE, fresh, stream
 from fedhdp.randomness import MODEL as START
 from fedhdp.server import ServerStep
-from fedhdp.simulate import Simulation, simulate
+from fedhdp.simulate import simulate
+from fedhdp.simulation import Simulation
 
 TRAINING = LocalTraining(epochs=2, batch_size=4, learning_rate=0.3, decay=0.5, decay_every=2)
 MODEL = mlp(12, 5, 3)

@@ -19,7 +19,8 @@ from fedhdp.client import LocalTraining
 from fedhdp.datasets.handwriting import OnDemand, handwriting
 from fedhdp.models import mlp
 from fedhdp.population import Examples, examples, hold_out
-from fedhdp.simulate import Simulation, simulate_together
+from fedhdp.simulate import simulate_together
+from fedhdp.simulation import Simulation
 from fedhdp.stores import size_classes
 
 

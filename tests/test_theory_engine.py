@@ -11,7 +11,7 @@ from fedhdp.datasets import regression
 from fedhdp.mechanism import Mechanism
 from fedhdp.models import linear, squared_error
 from fedhdp.population import Population
-from fedhdp.simulate import Simulation, State
+from fedhdp.simulation import Simulation, State
 from fedhdp.theory import linear_regression as lr
 from fedhdp.theory import shared_noise
 from fedhdp.theory.linear_regression import Level, Problem

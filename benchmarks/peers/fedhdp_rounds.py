@@ -17,7 +17,7 @@ from fedhdp.client import LocalTraining
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import mlp
 from fedhdp.population import Population, examples
-from fedhdp.simulate import Simulation
+from fedhdp.simulation import Simulation
 
 
 def plain(work: w.Work) -> Mechanism:

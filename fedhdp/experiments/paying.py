@@ -14,7 +14,7 @@ from fedhdp.charging import charge_round, without
 from fedhdp.experiments.spec import Experiment
 from fedhdp.ledger import Ledger
 from fedhdp.outcome import ACCOUNTING, GroupResult, group_results
-from fedhdp.simulate import Simulation
+from fedhdp.simulation import Simulation
 
 
 class Payer:

@@ -25,7 +25,7 @@ from fedhdp.outcome import Summary, VariantResult, fill_in
 from fedhdp.personal import personal_bytes, personal_room
 from fedhdp.randomness import fresh
 from fedhdp.results import RunFolder
-from fedhdp.simulate import Simulation, State, cohorts_of, global_training
+from fedhdp.simulation import Simulation, State, cohorts_of, global_training
 
 
 class Progress(NamedTuple):

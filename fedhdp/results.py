@@ -7,6 +7,7 @@
     DIR/VARIANT/checkpoint.npz    where to go on; gone when the variant is done
     DIR/VARIANT/personal.bin      personal models that memory does not hold; gone when the variant is done
     DIR/VARIANT/model.npz         the final global model (and its average), by parameter
+    DIR/VARIANT/scores.npz        each client's score at the end, by the kind of model
     DIR/VARIANT/result.json       the variant's part of the summary
 
 Every file but the history is written whole under another name and moved into place. A history may end in a torn line or
@@ -38,7 +39,7 @@ from fedhdp.outcome import VariantResult
 EXPERIMENT, SUMMARY, LOCK = "experiment.toml", "summary.json", ".lock"
 RUN = "run.json"
 HISTORY, CHECKPOINT, MODEL, RESULT = "history.csv", "checkpoint.npz", "model.npz", "result.json"
-PERSONAL = "personal.bin"
+PERSONAL, SCORES = "personal.bin", "scores.npz"
 
 
 class RunName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -221,9 +222,13 @@ class VariantFolder:
             file.flush()
             os.fsync(file.fileno())
 
-    def finish(self, model: Mapping[str, np.ndarray], result: VariantResult) -> None:
-        """Keep the model and the result; what a run goes on from is not needed any more."""
+    def finish(
+        self, model: Mapping[str, np.ndarray], result: VariantResult, scores: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        """Keep the model, every client's scores and the result; what a run goes on from is not needed any more."""
         write_arrays(self.path / MODEL, model)
+        if scores is not None:
+            write_arrays(self.path / SCORES, scores)
         write_value(self.path / RESULT, result)
         for name in (CHECKPOINT, PERSONAL):
             (self.path / name).unlink(missing_ok=True)

@@ -126,6 +126,15 @@ def test_the_history_is_tidy_and_ends_in_the_summary(whole):
         "global/first/b", "global/first/w", "global/rest/b", "global/rest/w"}  # fmt: skip
 
 
+def test_every_clients_score_is_kept_and_their_means_are_the_tables(whole):
+    scores = results.read_arrays(whole / "fedhdp" / "scores.npz")
+    assert {name: array.shape for name, array in scores.items()} == {"global": (20,), "personal": (20,)}
+    (variant,) = (one for one in results.read_value(whole / "summary.json", Summary).variants if one.name == "FedHDP")
+    for group, clients in zip(variant.groups, (slice(0, 5), slice(5, 20))):
+        assert scores["global"][clients].mean() == pytest.approx(group.global_accuracy, abs=1e-6)
+        assert scores["personal"][clients].mean() == pytest.approx(group.personal_accuracy, abs=1e-6)
+
+
 def test_a_wanted_epsilon_is_kept(whole):
     summary = results.read_value(whole / "summary.json", outcome.Summary)
     private = summary.variants[1].groups[1]

@@ -196,6 +196,7 @@ class _Batch:
         self.parts = [folder.variant(variant.name) for variant in self.variants]
         more = f" and {len(indices) - 1} more" if len(indices) > 1 else ""
         self.place = (self.variants[0].name + more, indices[0] + 1, len(experiment.variants))
+        self.scores: dict[str, np.ndarray] = {}  # each client's, as last evaluated
         self.begun = time.monotonic()
         self.start = self._go_on()
         self.payers = self._payers(folder.id, ledger)
@@ -238,7 +239,8 @@ class _Batch:
 
     def evaluate(self, state: State) -> None:
         """Measure all variants."""
-        for part, history, rows in zip(self.parts, self.histories, self.simulation.evaluate(state)):
+        self.scores = self.simulation.client_scores(state)
+        for part, history, rows in zip(self.parts, self.histories, self.simulation.evaluate(state, self.scores)):
             part.append_history(rows)
             history += rows
 
@@ -256,8 +258,10 @@ class _Batch:
             paid = payer.priced(state.round)
             made = VariantResult(one.name, one.algorithm, state.round, seconds, repeatable, paid, stopped=stopped)
             found.append(fill_in(made, history))
+        scores = self.scores or self.simulation.client_scores(state)
         for number in reversed(range(len(found))):
-            self.parts[number].finish(self.simulation.parameters(state, number), found[number])
+            own = {model: score_KV[:, number].astype(np.float32) for model, score_KV in scores.items()}
+            self.parts[number].finish(self.simulation.parameters(state, number), found[number], own)
         return found
 
 

@@ -91,7 +91,7 @@ def reproduce(
     errors = Console(stderr=True, highlight=False, markup=False)
     if not render:
         options = Options(data, sampling, batches, personal_epochs, _pulls(pulls), rounds or ROUNDS, noise_seed)
-        made = parts(name, rows, seeds_of(seeds), options)
+        made = parts(name, rows, seeds_of(seeds, "; to draw what is there: --render"), options)
         about = stands_for(TABLES.get(name, TABLES["noniid-mnist"]), made[0].experiment.data)
         _run(made, folder, about, _command(context), out, errors)
     found = compare(folder, name)
@@ -102,7 +102,7 @@ def reproduce(
     )
 
 
-def seeds_of(text: str) -> range:
+def seeds_of(text: str, hint: str = "") -> range:
     """Seeds from 3 (the first three) or 2-4 (these)."""
     given = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
     if given is None:
@@ -110,7 +110,7 @@ def seeds_of(text: str) -> range:
     first, last = given.groups()
     found = range(int(first)) if last is None else range(int(first), int(last) + 1)
     if not found:
-        raise ValueError(f"--seeds must be at least one seed, got {text!r}")
+        raise ValueError(f"--seeds must be at least one seed, got {text!r}{hint}")
     return found
 
 

@@ -24,6 +24,7 @@ with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # t
 
 DOCS = Path(__file__).parent.parent / "docs" / "privacy.md"
 APP = DOCS.parent.parent / "examples" / "flower_app"
+TINY = Path(__file__).parent / "tiny.toml"
 ROUNDS = ("--rounds", "500", "--delta", "1e-4")
 
 
@@ -337,3 +338,12 @@ def test_the_commands_of_the_privacy_page_print_what_is_written_below_them(fedhd
 
 def test_every_session_of_the_privacy_page_is_found():
     assert len(sessions()) >= 5
+
+
+def test_an_experiment_that_leaves_groups_out_is_priced_with_the_warning_that_others_may_pay_more(fedhdp, tmp_path):
+    text, leaving = TINY.read_text(), tmp_path / "leaving.toml"
+    budget = "\n[budgets.private]\nepsilon = 3.0\ndelta = 1e-4\n"
+    leaving.write_text(f'ledger = "l"\nwhen_spent = "leave_out"\n{text}{budget}')
+    for file, warned in ((leaving, True), (TINY, False)):
+        out, _, status = fedhdp("account", file)
+        assert (status, "may pay more than this" in " ".join(out.split())) == (0, warned)

@@ -226,7 +226,11 @@ def _priced(experiment: Experiment, tuning: tuple[float, float] | None) -> dict[
                 }
             )
         priced.append({"variants": [name for name, _ in variants], "groups": groups})
-    return {"experiment": experiment.name, "tuning": in_words(*tuning) if tuning else None, "mechanisms": priced}
+    said = {"experiment": experiment.name, "tuning": in_words(*tuning) if tuning else None}
+    return said | {
+        "leaves_out": experiment.when_spent == "leave_out" and bool(experiment.budgets),
+        "mechanisms": priced,
+    }
 
 
 def _cost(rounds: int) -> str:
@@ -301,6 +305,11 @@ def _print_table(answer: dict[str, Any]) -> None:
     groups = answer["mechanisms"][0]["groups"]
     for line in on_delta(max(group["delta"] for group in groups), sum(group["clients"] for group in groups)):
         out.print(line, style="yellow")
+    if answer["leaves_out"]:
+        out.print(
+            "A group whose budget is spent is left out, and the noise that was there for it goes with it: the others then get "
+            "what they were promised themselves, and may pay more than this."
+        )
     if tuned:
         among = "each a row that promises the group something"
         out.print(f"tuned: {answer['tuning']}, {among}, by RDP, if nothing of the other trials is shown")

@@ -130,7 +130,7 @@ def _print(answer: dict[str, Any]) -> None:
         for one in group["spent"]:
             rounds = "1 round" if one["rounds"] == 1 else f"{one['rounds']:,} rounds"
             at = f"z {one['noise_multiplier']:.4g}, q {one['sampling_rate']:g} ({one['sampling']})"
-            parts.append(f"{rounds} at {at}")
+            parts.append(f"{rounds} at {at}" if one["sampling_rate"] > 0 else f"left out of {rounds}")
         rests = "; ".join([*parts, *filter(None, [group["adjacency"], group["note"]])]) or "nothing yet"
         out.print(f"{group['group']}: {rests}")
     runs = table(("run", "started"), ("rounds charged",))

@@ -307,8 +307,8 @@ def _print_table(answer: dict[str, Any]) -> None:
         out.print(line, style="yellow")
     if answer["leaves_out"]:
         out.print(
-            "A group whose budget is spent is left out, and the noise that was there for it goes with it: the others then get "
-            "what they were promised themselves, and may pay more than this."
+            "A group whose budget is spent is left out, and the noise that was there for it goes with it: the others then "
+            "get what they were promised themselves, and may pay more than this."
         )
     if tuned:
         among = "each a row that promises the group something"

@@ -184,7 +184,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def update_multiplier(self, group: PrivacyGroup) -> float:
         """The noise owed for the update alone, so that update and clip bit together cost the group's multiplier."""
-        if group.opted_out or not isinstance(self.clip, AdaptiveClip):
+        if group.opted_out or not isinstance(self.clip, AdaptiveClip) or group not in self.seen:
             return group.noise_multiplier
         return (group.noise_multiplier**-2 - (2 * self.bit_noise) ** -2) ** -0.5
 

@@ -152,8 +152,10 @@ class Simulation:
         promised, it serves.
         """
         words = [self.seed if self.noise_seed is None else self.noise_seed]
-        if self.noise_seed is None and not all(one.opted_out for m in self._mechanisms for one in m.groups):
-            words = [int(word) for word in (fresh(4) if self.cohorts is None else self.cohorts)]
+        if self.noise_seed is None and self.cohorts is not None:
+            words = [int(word) for word in self.cohorts]
+        elif self.noise_seed is None and not all(one.opted_out for m in self._mechanisms for one in m.groups):
+            words = [int(word) for word in fresh(4)]
         return server.sample_cohort(self.mechanism, np.random.default_rng([*words, COHORT, round]))
 
     def play(self, state: State) -> State:

@@ -364,6 +364,29 @@ def test_a_run_that_its_ledger_refuses_leaves_nothing_behind(tmp_path):
     assert not (tmp_path / "two").exists()
 
 
+def test_a_resume_that_is_refused_can_be_made_good(tmp_path):
+    ledger, old = tmp_path / "ledger", tmp_path / "old"
+    paying = tiny(ledger=str(ledger), noise_seed=None, rounds=8, evaluate_every=1, checkpoint_seconds=1e6)
+
+    def until_the_fifth(progress: Progress) -> bool:
+        if progress.round == 3:
+            shutil.copy(ledger, old)
+        if progress.round == 5:
+            raise KeyboardInterrupt  # a crash: shown, and no checkpoint
+        return True
+
+    with pytest.raises(KeyboardInterrupt):
+        run(replace(paying, variants=paying.variants[1:]), tmp_path / "run", until_the_fifth)
+    kept = shutil.copy(ledger, tmp_path / "kept")
+    shutil.copy(old, ledger)
+    for _ in range(2):
+        with pytest.raises(LedgerError, match="has completed 5 rounds, but only 3 are charged"):
+            resume(tmp_path / "run", onwards)
+    shutil.copy(kept, ledger)
+    (variant,) = resume(tmp_path / "run", onwards).variants
+    assert (variant.rounds, variant.groups[1].rounds) == (8, 13)
+
+
 def test_variants_that_memory_parts_are_still_drawn_the_same_cohorts_and_with_a_ledger_each_its_own(
     tmp_path, monkeypatch
 ):
@@ -375,10 +398,12 @@ def test_variants_that_memory_parts_are_still_drawn_the_same_cohorts_and_with_a_
         return np.array(drawn[-1][1:])
 
     monkeypatch.setattr(Simulation, "draw_cohort", watched)
-    alone = tiny(noise_seed=None, rounds=4)
+    first, last = tiny().variants
+    alone = tiny(noise_seed=None, rounds=4, variants=(replace(first, algorithm="non_private"), last))
     run(alone, tmp_path / "paired", onwards)
     assert drawn[:4] == drawn[4:]
     assert len(drawn) == 8
+    alone = replace(alone, variants=tiny().variants)
     drawn.clear()
     run(replace(alone, ledger=str(tmp_path / "ledger")), tmp_path / "paid", onwards)
     assert len(drawn) == 8

@@ -781,9 +781,9 @@ def test_a_node_is_one_client_however_many_identities_it_gives(tmp_path):
 
     grid.on_push = forget
     play_plain(grid, wanted)
-    assert len(heard(many, "query")) > 2  # it declines what it was not asked about, and is asked again
+    assert len(heard(many, "query")) == 2  # it declines what it was not asked about, and is asked again
     assert len(held(wanted)) == 2
-    assert len(heard(many, "train")) == 4
+    assert len(heard(many, "train")) == 1  # the first it declines, and then it is nobody who was promised anything
 
 
 def test_what_a_client_says_is_one_line_in_the_log(tmp_path, caplog):
@@ -957,6 +957,26 @@ def test_a_client_with_a_budget_takes_no_part_in_a_run_from_seeds_and_one_withou
         assert {message.content["order"]["noise_multiplier"] for message in heard(node, "train")} <= {0.0}
     with Ledger(tmp_path / "without" / "me" / "client.ledger", fits, read_only=True) as ledger:
         assert {multiplier for multiplier, *_ in ledger.spent("this client")} == {0.0}
+
+
+def test_a_client_says_that_it_is_spent_by_the_servers_count_of_rounds_too(tmp_path):
+    node = one_client(tmp_path, epsilon=compose([(1.0, 0.5, "poisson", 5)], 1e-5) * 1.001)
+    said = []
+    for charged in (0, 4, 5, 6):
+        reply = node.answer(ask_choice(1, Offer("run", charged, ["strict"], [1.0], [0.5], 20), 1.0))
+        said.append(reply.content["choice"]["spent"])
+    assert said == [False, False, True, True]
+
+
+def test_a_personal_model_of_another_shape_is_an_error(tmp_path):
+    def other(parameters, personal, pull, round):
+        return parameters, {"w": personal["w"].reshape(-1), "b": personal["b"]}
+
+    node = Node(1, client_app(lambda context: Trainer(other)), privacy="strict", directory=str(tmp_path / "me"))
+    wanted = deployment(tmp_path, levels=ALWAYS, rounds=1)
+    play_plain(InProcessGrid([node]), wanted)
+    assert [row.value for row in history_of(wanted) if row.metric == "replies"] == [0.0]
+    assert list((tmp_path / "me").glob("personal-*")) == []
 
 
 def test_an_order_at_rate_zero_costs_nothing_and_is_declined(tmp_path):

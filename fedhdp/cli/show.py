@@ -63,8 +63,8 @@ def print_table(out: Console, shown: Table) -> None:
         pieces[-1].append(column)
     for piece in pieces:
         made = table((str(column.header) for column in texts), (str(column.header) for column in piece))
-        for cells in zip(*(column.cells for column in (*texts, *piece)), strict=True):
-            made.add_row(*cells)
+        for row, *cells in zip(shown.rows, *(column.cells for column in (*texts, *piece)), strict=True):
+            made.add_row(*cells, end_section=row.end_section)
         out.print(made)
 
 

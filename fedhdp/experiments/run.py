@@ -111,9 +111,10 @@ def _run(experiment: Experiment, mechanism: Mechanism, folder: RunFolder, watch:
         inputs = int(np.prod(population.input_shape))
         model = experiment.model.build(inputs, population.classes)  # one, so that it compiles once
         mechanisms = [variant.mechanism(mechanism) for variant in experiment.variants]
+        promises = any(not group.opted_out for one in mechanisms for group in one.groups)
         cohorts = (
-            fresh(4) if experiment.ledger is None else None
-        )  # the same, so that variants are paired also in several batches
+            fresh(4) if promises and experiment.ledger is None else None
+        )  # one for all batches: variants are paired
         with _ledger(experiment, mechanism, mechanisms) as ledger:
             for batch in _batches(experiment, mechanisms, model):
                 if any(finished[index] is None for index in batch):
@@ -200,7 +201,10 @@ class _Batch:
         self.begun = time.monotonic()
         self.start = self._go_on()
         self.payers = self._payers(folder.id, ledger)
-        for part, history in zip(self.parts, self.histories):  # once the ledger has taken the run
+        # Once the ledger has taken the run: how often rounds were shown is kept before it is forgotten that they were.
+        if any(part.history() != history for part, history in zip(self.parts, self.histories)):
+            self.keep(self.start)
+        for part, history in zip(self.parts, self.histories):
             part.restart_history(history)
 
     def _go_on(self) -> State:
@@ -213,9 +217,7 @@ class _Batch:
         kept = checkpoint or {}
         self.seconds_before, self.again = float(kept.get("seconds", 0.0)), int(kept.get("again", 0))
         shown = max((row.round for part in self.parts for row in part.history()), default=0)
-        if shown > state.round:
-            self.again += shown - state.round
-            self.keep(state)  # before it is forgotten that they were shown
+        self.again += max(0, shown - state.round)
         self.histories = [part.history(until=state.round) for part in self.parts]
         return state
 

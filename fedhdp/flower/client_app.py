@@ -72,7 +72,9 @@ def client_app(
                 kept.keep_promises(promises | {offer.run: promise})
                 wishes = (level(context) or "the strictest there is", _budget(context) or "none", _tells(context))
                 log(INFO, "run %s: level %s, own budget %s, tells scores: %s", offer.run, *wishes)
-            spent = _spent(kept, kept.promises()[offer.run], _budget(context))
+            promise = kept.promises()[offer.run]
+            promise.seen = max(offer.charged, promise.seen)  # by either count
+            spent = _spent(kept, promise, _budget(context))
             identity = kept.identity()
         return tell_choice(message, Choice(level(context), identity, spent))
 
@@ -86,6 +88,8 @@ def client_app(
             return _decline(message, order, error)
         own = kept.personal(parameters)
         trained, personal = mine.fit(_copy(parameters), _copy(own or parameters), order.pull, order.round)
+        if personal is not None and _shapes(personal) != _shapes(parameters):
+            raise ValueError(f"fit returned a personal model of {_shapes(personal)}, not of {_shapes(parameters)}")
         if personal is not None and all(np.isfinite(array).all() for array in personal.values()):
             kept.keep_personal(personal)
         elif personal is not None:
@@ -165,6 +169,10 @@ def _tells(context: Context) -> bool:
 def _decline(message: Message, order: Order, why: Declined) -> Message:
     log(WARNING, "round %d of run %s is declined: %s", order.round, order.run, why)
     return decline_message(message, order, str(why))
+
+
+def _shapes(arrays: Arrays) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in arrays.items()}
 
 
 def _copy(arrays: Arrays) -> Arrays:

@@ -86,8 +86,8 @@ class Memory:
         return math.inf if budget is None else 0
 
     def overspent(self, budget: Budget | None) -> bool:
-        """Whether more is counted than the budget allows, which may have been lowered since."""
-        return budget is not None
+        """Whether more is counted than the budget allows, which may have been lowered since; here nothing is counted."""
+        return False
 
     def charge(self, run: str, spent: Spend, budget: Budget | None) -> None:
         """Nothing is counted; so no budget can be kept."""
@@ -183,7 +183,7 @@ def check(order: Order, promises: Mapping[str, Promise], level: str | None) -> P
     if promise is None:
         raise Declined("was not asked in this run, so nothing is promised")
     noise_before = any(one.noise_multiplier > 0 for one in promises.values() if one.level == promise.level)
-    if promise.noise_multiplier == 0 and noise_before:
+    if promise.level and promise.noise_multiplier == 0 and noise_before:
         raise Declined(f"{promise.level} has no noise now, and had some in another run")
     noisy = order.noise_multiplier >= promise.noise_multiplier * (1 - 1e-9)  # not where one is no number
     if not (noisy and order.sampling_rate <= promise.sampling_rate):

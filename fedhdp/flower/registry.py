@@ -117,7 +117,9 @@ class Registry:
             log(WARNING, "node %d says that it is %s, which is connected as another: not let in", node, name)
             self._known.discard(node)  # the other may only be slow to go: ask again
             return
-        if self._first.setdefault(node, client) != client:
+        first = self._first.setdefault(node, client)
+        if first != client:
+            self.withdrawn.add(first)  # who is there now is not the one who was promised something
             log(WARNING, "node %d says that it is %s now and was another client before: not let in", node, name)
             return
         level = said.level if said.level in offered else self.deployment.strictest

@@ -172,7 +172,7 @@ def _record(checkpoint: dict[str, np.ndarray]) -> Record:
 
 def _restore(strategy: FedHDP, checkpoint: dict[str, np.ndarray], record: Record) -> None:
     shapes = {name: array.shape for name, array in strategy.like.items()}
-    if record.shapes != shapes:
+    if record.shapes not in ({}, shapes):
         raise ValueError(f"the checkpoint is of another model: {record.shapes}, not {shapes}")
     mechanism = record.stretches[-1].mechanism
     like = start(mechanism, strategy.deployment.server, jnp.asarray(checkpoint["server_0"]))

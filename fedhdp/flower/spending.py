@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import msgspec
 
 from fedhdp.accounting import Spend, compose, spend
-from fedhdp.charging import charge_round, without
+from fedhdp.charging import BudgetSpent, charge_round, without
 from fedhdp.flower.deployment import Deployment
 from fedhdp.ledger import Ledger
 from fedhdp.mechanism import Mechanism
@@ -67,7 +67,12 @@ class Purse:
     def pay(self) -> None:
         """Charge the next round to every group, durably, or raise when nobody is left to go on with."""
         due = lambda: (self.stretches[-1].name, self.mechanism)  # noqa: E731
-        charge_round(self.ledger, due, self.deployment.repeatable, self.deployment.when_spent, self._leave_out)
+        try:
+            charge_round(self.ledger, due, self.deployment.repeatable, self.deployment.when_spent, self._leave_out)
+        except BudgetSpent:
+            if self.deployment.when_spent == "leave_out":
+                self.left_out = {group.name for group in self.mechanism.groups}
+            raise
 
     def _leave_out(self, names: tuple[str, ...]) -> None:
         self.left_out |= set(names)

@@ -173,7 +173,7 @@ class FedHDP(Strategy):
         if self.deployment.evaluate_every and server_round == self.deployment.rounds:
             charged, groups = self.purse.charged, self.purse.mechanism.groups
             for client, group in self._clients():
-                if groups[group].sampling_rate > 0:
+                if groups[group].name not in self.purse.left_out:
                     self._ask(MessageType.EVALUATE, client, group, arrays, charged, True)
         return [asked.message for asked in self._asked]
 

@@ -36,6 +36,7 @@ from fedhdp.flower.messages import (
     read_offer,
     read_order,
     reply_message,
+    shapes,
     tell_choice,
 )
 from fedhdp.ledger import Budget
@@ -88,8 +89,8 @@ def client_app(
             return _decline(message, order, error)
         own = kept.personal(parameters)
         trained, personal = mine.fit(_copy(parameters), _copy(own or parameters), order.pull, order.round)
-        if personal is not None and _shapes(personal) != _shapes(parameters):
-            raise ValueError(f"fit returned a personal model of {_shapes(personal)}, not of {_shapes(parameters)}")
+        if personal is not None and shapes(personal) != shapes(parameters):
+            raise ValueError(f"fit returned a personal model of {shapes(personal)}, not of {shapes(parameters)}")
         if personal is not None and all(np.isfinite(array).all() for array in personal.values()):
             kept.keep_personal(personal)
         elif personal is not None:
@@ -169,10 +170,6 @@ def _tells(context: Context) -> bool:
 def _decline(message: Message, order: Order, why: Declined) -> Message:
     log(WARNING, "round %d of run %s is declined: %s", order.round, order.run, why)
     return decline_message(message, order, str(why))
-
-
-def _shapes(arrays: Arrays) -> dict[str, tuple[int, ...]]:
-    return {name: array.shape for name, array in arrays.items()}
 
 
 def _copy(arrays: Arrays) -> Arrays:

@@ -23,7 +23,7 @@ import msgspec
 from flwr.app import ConfigRecord, RecordDict
 
 from fedhdp.accounting import Spend, fits, rounds_left
-from fedhdp.flower.messages import Arrays, Declined, Offer, Order, as_record, from_record
+from fedhdp.flower.messages import Arrays, Declined, Offer, Order, as_record, from_record, shapes
 from fedhdp.ledger import Budget, BudgetError, Ledger
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.results import read_arrays, read_value, write_arrays, write_value, write_whole
@@ -166,7 +166,7 @@ class Folder(Memory):
 
 def _kind(model: Arrays) -> str:
     """The name under which a personal model is kept, so that one directory, and one budget, serves several models."""
-    said = msgspec.json.encode({name: array.shape for name, array in sorted(model.items())})
+    said = msgspec.json.encode(sorted(shapes(model).items()))
     return f"personal-{hashlib.sha256(said).hexdigest()[:8]}"
 
 

@@ -105,6 +105,11 @@ def unflat(row_P: np.ndarray, like: Mapping[str, np.ndarray]) -> Arrays:
     return {name: part.reshape(array.shape) for (name, array), part in zip(like.items(), parts)}
 
 
+def shapes(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
+    """What kind of model it is: the names of its arrays and their shapes."""
+    return {name: array.shape for name, array in arrays.items()}
+
+
 def as_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
     """A model as Flower carries it."""
     return ArrayRecord({name: Array(np.asarray(array, np.float32)) for name, array in arrays.items()})

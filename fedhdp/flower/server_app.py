@@ -28,7 +28,7 @@ from fedhdp.accounting import fits
 from fedhdp.charging import BudgetSpent
 from fedhdp.flower.deployment import Deployment, from_run_config, from_toml, to_toml
 from fedhdp.flower.exchange import gather
-from fedhdp.flower.messages import Arrays, as_record, unflat
+from fedhdp.flower.messages import Arrays, as_record, shapes, unflat
 from fedhdp.flower.registry import Registry
 from fedhdp.flower.spending import Purse, Stretch
 from fedhdp.flower.strategy import FedHDP
@@ -159,8 +159,8 @@ def _play(grid: Grid, strategy: FedHDP, part: VariantFolder, keep: Callable[[], 
 def _pack(strategy: FedHDP) -> dict[str, np.ndarray]:
     purse, registry = strategy.purse, strategy.registry
     refused = {name: dict(counts) for name, counts in strategy.refused.items()}
-    shapes = {name: array.shape for name, array in strategy.like.items()}
-    record = Record(registry.members, purse.stretches, purse.left_out, refused, strategy.strangers, shapes)
+    kind = shapes(strategy.like)
+    record = Record(registry.members, purse.stretches, purse.left_out, refused, strategy.strangers, kind)
     arrays = {f"server_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(strategy.state))}
     text = np.frombuffer(msgspec.json.encode(record), np.uint8)
     return arrays | {"round": np.array(strategy.round), "record": text}
@@ -171,9 +171,8 @@ def _record(checkpoint: dict[str, np.ndarray]) -> Record:
 
 
 def _restore(strategy: FedHDP, checkpoint: dict[str, np.ndarray], record: Record) -> None:
-    shapes = {name: array.shape for name, array in strategy.like.items()}
-    if record.shapes not in ({}, shapes):
-        raise ValueError(f"the checkpoint is of another model: {record.shapes}, not {shapes}")
+    if record.shapes not in ({}, shapes(strategy.like)):
+        raise ValueError(f"the checkpoint is of another model: {record.shapes}, not {shapes(strategy.like)}")
     mechanism = record.stretches[-1].mechanism
     like = start(mechanism, strategy.deployment.server, jnp.asarray(checkpoint["server_0"]))
     leaves, tree = jax.tree.flatten(like)

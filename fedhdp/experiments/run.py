@@ -112,9 +112,7 @@ def _run(experiment: Experiment, mechanism: Mechanism, folder: RunFolder, watch:
         model = experiment.model.build(inputs, population.classes)  # one, so that it compiles once
         mechanisms = [variant.mechanism(mechanism) for variant in experiment.variants]
         promises = any(not group.opted_out for one in mechanisms for group in one.groups)
-        cohorts = (
-            fresh(4) if promises and experiment.ledger is None else None
-        )  # one for all batches: variants are paired
+        cohorts = fresh(4) if promises and experiment.ledger is None else None  # the same for all: variants are paired
         with _ledger(experiment, mechanism, mechanisms) as ledger:
             for batch in _batches(experiment, mechanisms, model):
                 if any(finished[index] is None for index in batch):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import math
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -1238,13 +1237,15 @@ def test_a_new_folder_is_its_owners_alone(tmp_path):
     assert Folder(tmp_path / "me").path.stat().st_mode & 0o777 == 0o700
 
 
-def test_two_processes_that_make_a_folder_at_once_have_one_identity(tmp_path):
-    code = "import pathlib, sys\nfrom fedhdp.flower.client_folder import Folder\n"
-    code += "folder = Folder(pathlib.Path(sys.argv[1]))\nwith folder.alone(): print(folder.identity())"
-    started = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "me")], stdout=subprocess.PIPE) for _ in range(2)
-    ]
-    assert len({process.communicate()[0] for process in started}) == 1
+def test_an_identity_is_made_while_no_other_process_can_make_one(tmp_path, monkeypatch):
+    def made_alone(size: int) -> str:
+        with open(tmp_path / "me" / ".lock", "w") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return "ab" * size
+
+    monkeypatch.setattr("fedhdp.flower.client_folder.secrets.token_hex", made_alone)
+    reply = one_client(tmp_path).answer(ask_choice(1, Offer("run", 0, ["strict"], [1.0], [0.5], 1), 1.0))
+    assert reply.content["choice"]["client"] == "ab" * 16
 
 
 def test_a_client_that_does_not_say_is_promised_the_strictest_level_also_where_another_has_more_noise(tmp_path):

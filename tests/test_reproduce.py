@@ -425,6 +425,35 @@ def test_personal_models_of_fewer_epochs_are_said_and_not_mixed_with_others(toy,
     assert "training differ" in capsys.readouterr().err
 
 
+def test_without_pulls_there_are_global_models_alone(toy, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    words = ("noniid-mnist", "--rows", "dp-fedavg,fedhdp:0,momentum,chosen-pull", "--out", out)
+    assert command(monkeypatch, *words, "--pulls", "none") == 0
+    printed = capsys.readouterr().out
+    assert "no personal models were trained (--pulls none)" in printed
+    assert "ours have" not in printed
+    found = paper_tables.compare(out, "noniid-mnist")
+    assert {line.key.row for line in found.lines} == {
+        "DP-FedAvg+Ditto",
+        "FedHDP r=0",
+        *(f"{name} r={weight}" for name in ("momentum", "chosen-pull") for weight in (0.01, 0.025)),
+    }
+    assert all(line.key.pull is None for line in found.lines)
+    assert all({"acc_g", "acc_g_p"} <= line.cells.keys() for line in found.lines)
+    assert not any(column.startswith("acc_l") for line in found.lines for column in line.cells)
+    assert not any("λ" in handle.get_label() for handle in paper_figures._legend(found))
+    personal = [order for order in found.orderings if order.claim.startswith("personal models")]
+    assert [order.verdict for order in personal] == ["not measured"]
+    assert command(monkeypatch, *words) == 2
+    assert "training differ" in capsys.readouterr().err
+
+
+def test_pulls_are_numbers_or_none(toy, tmp_path, monkeypatch, capsys):
+    for wrong in ("", "none,0.05", "no", "nan", "-1"):
+        assert command(monkeypatch, "noniid-mnist", "--out", tmp_path / "out", "--pulls", wrong) == 2
+        assert "--pulls must be numbers of at least 0 such as 0.05,0.25, or none, got" in capsys.readouterr().err
+
+
 def test_a_folder_with_something_else_in_it_is_not_written_over(toy, tmp_path, monkeypatch, capsys):
     for name, words in (("experiment.toml", "holds a run"), ("letter.txt", "is not empty, and holds no table")):
         folder = tmp_path / name

@@ -53,7 +53,12 @@ def reproduce(
             min=1,
         ),
     ] = None,
-    pulls: Annotated[str, typer.Option(help="Which pulls λ of the paper's rows, comma-separated.")] = "0.005,0.05,0.25",
+    pulls: Annotated[
+        str,
+        typer.Option(
+            help="Which pulls λ of the paper's rows, comma-separated; none: no personal models, which is faster."
+        ),
+    ] = "0.005,0.05,0.25",
     rounds: Annotated[int | None, typer.Option(help="Rounds to train; default the paper's 500.", min=1)] = None,
     noise_seed: Annotated[
         int | None, typer.Option(help="Seed of noise and cohorts: repeatable, so not private; seed K adds K to it.")
@@ -115,13 +120,15 @@ def seeds_of(text: str, hint: str = "") -> range:
 
 
 def _pulls(text: str) -> tuple[float, ...]:
-    """Pulls from 0.05,0.25."""
+    """Pulls from 0.05,0.25; none from none."""
+    if text.strip() == "none":
+        return ()
     try:
         found = tuple(dict.fromkeys(float(word) for word in text.split(",")))
     except ValueError:
         found = ()
     if not found or not all(0 <= pull < float("inf") for pull in found):
-        raise ValueError(f"--pulls must be numbers of at least 0 such as 0.05,0.25, got {text!r}")
+        raise ValueError(f"--pulls must be numbers of at least 0 such as 0.05,0.25, or none, got {text!r}")
     return found
 
 

@@ -55,7 +55,7 @@ OURS = {
 }
 
 
-def own_part(name: str, data: Data, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
+def own_part(name: str, data: Data, personal: bool = True, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
     """One row of our own as an experiment."""
     own, table = OURS[name], paper.TABLES[BASE]
     opted_out, private = paper.groups_of(table, data)
@@ -65,7 +65,7 @@ def own_part(name: str, data: Data, rounds: int = ROUNDS, seed: int = 0) -> Expe
     mechanism = WantedMechanism(groups, AdaptiveClip(initial=table.clip))
     weights = own.weights or _weights(mechanism, "shared")[1:]
     held = replace(data, validation=own.held_out) if own.held_out else data
-    variants = paper.variants_of([Row("fedhdp", weight) for weight in weights], own.pulls)
+    variants = paper.variants_of([Row("fedhdp", weight) for weight in weights], own.pulls if personal else ())
     others = {"server": own.server, "rounds": rounds, "seed": seed, "about": own.about}
     return paper.experiment(BASE, name, held, mechanism, variants, **others)
 
@@ -124,7 +124,7 @@ def parts(
             if name == "levels":
                 part = levels_part(one, data, options.sampling or "poisson", rounds, seed)
             else:
-                part = own_part(one, data, rounds, seed)
+                part = own_part(one, data, bool(options.pulls), rounds, seed)
             found.append(Part(seed, one, part))
     return [part._replace(experiment=paper.as_asked(part.experiment, options)) for part in found]
 

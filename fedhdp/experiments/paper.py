@@ -86,7 +86,7 @@ class Options(NamedTuple):
     sampling: Sampling | None = None  # None: fixed for the paper's rows, Poisson for ours
     batches: Batches = "whole"
     personal_epochs: int | None = None  # None: all of a round's
-    pulls: tuple[float, ...] = PULLS
+    pulls: tuple[float, ...] = PULLS  # none: no personal models
     rounds: int = ROUNDS
     noise_seed: int | None = None  # of seed 0; None: noise and cohorts from the operating system's entropy
 
@@ -207,15 +207,13 @@ def groups_of(table: PaperTable, data: Data) -> tuple[WantedGroup, WantedGroup]:
 
 
 def variants_of(rows: Iterable[Row], pulls: Iterable[float] = PULLS) -> tuple[Variant, ...]:
-    """Every row with every pull."""
+    """Every row with every pull; without pulls, every row."""
+    weighed = [(row, {} if row.weight is None else {PRIVATE: row.weight}) for row in rows]
+    if not (pulls := tuple(pulls)):
+        return tuple(Variant(row.label, row.algorithm, weights) for row, weights in weighed)
     return tuple(
-        Variant(
-            f"{row.label}, λ={pull:g}",
-            row.algorithm,
-            weights={} if row.weight is None else {PRIVATE: row.weight},
-            pulls={OPTED_OUT: pull, PRIVATE: pull},
-        )
-        for row in rows
+        Variant(f"{row.label}, λ={pull:g}", row.algorithm, weights, {OPTED_OUT: pull, PRIVATE: pull})
+        for row, weights in weighed
         for pull in pulls
     )
 
@@ -234,9 +232,13 @@ def as_asked(experiment: Experiment, options: Options) -> Experiment:
     """The experiment with what holds for all parts of a table.
 
     Clients leave out an epoch's last, partial batch, or train on all: the paper does not say. Personal models may train
-    for fewer epochs than global ones, as the paper's numbers of non-IID MNIST look.
+    for fewer epochs than global ones, as the paper's numbers of non-IID MNIST look; or there are none.
     """
-    chosen = {"whole_batches": options.batches == "whole", "personal_epochs": options.personal_epochs}
+    chosen = {
+        "whole_batches": options.batches == "whole",
+        "personal_epochs": options.personal_epochs,
+        "personalise": bool(options.pulls),
+    }
     noise_seed = None if options.noise_seed is None else options.noise_seed + experiment.seed
     return replace(experiment, training=replace(experiment.training, **chosen), noise_seed=noise_seed)
 

@@ -30,10 +30,13 @@ BASELINES = {
 }
 PULL_STYLES = dict(zip(PULLS, (("#1f77b4", "s"), ("#e08214", "^"), ("#5f8f2f", "D"))))
 OTHER_PULLS = (("#c51b7d", "v"), ("#01665e", "P"), ("#8c6d31", "X"))  # which the paper has not
-PANELS = (
+GLOBAL_PANELS = (
     ("acc_g", "global model, server's test set"),
     ("acc_g_p", "global model, private clients"),
     ("acc_g_np", "global model, opted-out clients"),
+)
+PANELS = (
+    *GLOBAL_PANELS,
     ("acc_l_p", "personal models, private clients"),
     ("acc_l_np", "personal models, opted-out clients"),
 )
@@ -56,12 +59,13 @@ def draw(found: Comparison, path: Path) -> None:
 
 
 def _paper(figure: Figure, found: Comparison, table: PaperTable) -> None:
-    axes = figure.subplots(2, 3).ravel()
+    panels = PANELS if found.personal_lines else GLOBAL_PANELS
+    axes = figure.subplots(2, (1 + len(panels)) // 2).ravel()
     weights = sorted(
         {line.key.weight for line in found.lines if line.key.part == "paper" and line.key.weight is not None}
         | {row.weight for row in paper.paper_rows(table) if row.weight is not None}
     )
-    for axis, (column, name) in zip((*axes[:3], *axes[4:]), PANELS):
+    for axis, (column, name) in zip((*axes[:3], *axes[4:]), panels):
         _against_weight(axis, found, table, column, weights)
         axis.set_title(name, fontsize=10)
     _own_rows(axes[3], found, table)
@@ -69,7 +73,9 @@ def _paper(figure: Figure, found: Comparison, table: PaperTable) -> None:
 
 
 def _pull_styles(found: Comparison) -> dict[float, tuple[str, str]]:
-    """A colour and a marker for each pull, the paper's and others that were asked for."""
+    """A colour and a marker for each pull, the paper's and others that were asked for; none without personal models."""
+    if not found.personal_lines:
+        return {}
     run = {line.key.pull for line in found.personal_lines if line.key.part == "paper"}
     others = sorted(pull for pull in run - set(PULLS) if isinstance(pull, float))
     return PULL_STYLES | dict(zip(others, itertools.cycle(OTHER_PULLS)))
@@ -222,15 +228,13 @@ def _legend(found: Comparison) -> list[Line2D]:
 def _levels(figure: Figure, found: Comparison) -> None:
     """Several levels: each row's accuracy for the server and every group, with both models."""
     parts = list(dict.fromkeys(line.key.part for line in found.lines))
-    axes = figure.subplots(2, len(parts), squeeze=False)
-    for number, part in enumerate(parts):
-        for axis, lines, prefix in (
-            (axes[0, number], found.global_lines, "acc_g"),
-            (axes[1, number], found.personal_lines, "acc_l"),
-        ):
+    models = [("acc_g", "global model", found.global_lines), ("acc_l", "personal models", found.personal_lines)]
+    drawn = [model for model in models if model[2]]
+    axes = figure.subplots(len(drawn), len(parts), squeeze=False)
+    for row, (prefix, name, lines) in zip(axes, drawn):
+        for axis, part in zip(row, parts):
             _groups(axis, [line for line in lines if line.key.part == part], prefix)
-            model = "global model" if prefix == "acc_g" else "personal models"
-            axis.set_title(f"{part} levels, {model}", fontsize=10)
+            axis.set_title(f"{part} levels, {name}", fontsize=10)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
 

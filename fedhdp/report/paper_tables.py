@@ -260,7 +260,9 @@ def _notes(runs: list[Run], lines: Iterable[Line], table: PaperTable | None) -> 
         found.append(
             f"personal models train for {epochs} of a round's epochs, where the algorithm has them train for all"
         )
-    if any(line.key.weight == 0 for line in lines):
+    if not any(run.experiment.training.personalise for run in runs):
+        found.append("no personal models were trained (--pulls none)")
+    elif any(line.key.weight == 0 for line in lines):
         found.append(
             "r=0: the paper gives private clients no personal models there, so theirs are its global ones; ours have"
         )

@@ -452,6 +452,9 @@ def test_pulls_are_numbers_or_none(toy, tmp_path, monkeypatch, capsys):
     for wrong in ("", "none,0.05", "no", "nan", "-1"):
         assert command(monkeypatch, "noniid-mnist", "--out", tmp_path / "out", "--pulls", wrong) == 2
         assert "--pulls must be numbers of at least 0 such as 0.05,0.25, or none, got" in capsys.readouterr().err
+    words = ("noniid-mnist", "--out", tmp_path / "out", "--pulls", "none", "--personal-epochs", 1)
+    assert command(monkeypatch, *words) == 2
+    assert "with --pulls none there are none" in capsys.readouterr().err
 
 
 def test_a_folder_with_something_else_in_it_is_not_written_over(toy, tmp_path, monkeypatch, capsys):

@@ -96,6 +96,8 @@ def reproduce(
     errors = Console(stderr=True, highlight=False, markup=False)
     if not render:
         options = Options(data, sampling, batches, personal_epochs, _pulls(pulls), rounds or ROUNDS, noise_seed)
+        if personal_epochs and not options.pulls:
+            raise ValueError("--personal-epochs is for personal models, and with --pulls none there are none")
         made = parts(name, rows, seeds_of(seeds, "; to draw what is there: --render"), options)
         about = stands_for(TABLES.get(name, TABLES["noniid-mnist"]), made[0].experiment.data)
         _run(made, folder, about, _command(context), out, errors)

@@ -442,6 +442,8 @@ def test_without_pulls_there_are_global_models_alone(toy, tmp_path, monkeypatch,
     assert all({"acc_g", "acc_g_p"} <= line.cells.keys() for line in found.lines)
     assert not any(column.startswith("acc_l") for line in found.lines for column in line.cells)
     assert not any("λ" in handle.get_label() for handle in paper_figures._legend(found))
+    trained = msgspec.json.decode((out / "seed-0/chosen-pull/summary.json").read_bytes(), type=Summary)
+    assert [variant.name for variant in trained.variants] == ["FedHDP r=0.01", "FedHDP r=0.025"]
     personal = [order for order in found.orderings if order.claim.startswith("personal models")]
     assert [order.verdict for order in personal] == ["not measured"]
     assert command(monkeypatch, *words) == 2

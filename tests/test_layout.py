@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -126,6 +128,25 @@ def test_the_page_of_results_says_what_the_tables_beside_it_say():
     copied = [block for block in blocks if block.splitlines()[0] in heads]
     assert len(copied) > 10
     assert [block for block in copied if not any(lines.issuperset(block.splitlines()) for lines in kept)] == []
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "other", "said"),
+    [
+        ("noniid-mnist-20-seeds", "momentum r=0.01", "poisson r=0.01", "1.2 ±0.4"),
+        ("noniid-mnist-20-seeds", "average r=0.025", "poisson r=0.025", "0.5 ±0.2 (0.025)"),
+        ("noniid-mnist-20-seeds", "pld r=0.01", "poisson r=0.01", "−0.1 ±0.3"),
+        ("levels", "three: FedHDP, shared noise", "three: FedHDP, noise per group", "0.2 ±0.4"),
+    ],
+)
+def test_the_differences_on_the_page_of_results_are_those_of_its_command(table, row, other, said, monkeypatch, capsys):
+    folder = ROOT / "docs" / "results" / table
+    monkeypatch.setattr(sys, "argv", ["differences.py", str(folder), row, other])
+    runpy.run_path(str(ROOT / "examples" / "differences.py"), run_name="__main__")
+    difference, half = re.match(r"([+-][\d.]+) ±([\d.]+)", capsys.readouterr().out).groups()
+    printed = f"{float(difference):.1f} ±{float(half):.1f}".replace("-", "−")
+    assert said.startswith(printed)
+    assert said in (ROOT / "docs" / "results.md").read_text()
 
 
 def commands(command, *words: str):

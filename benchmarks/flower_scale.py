@@ -25,9 +25,9 @@ from task import LEVELS, MODEL  # noqa: E402
 
 from fedhdp.client import LocalTraining  # noqa: E402
 from fedhdp.datasets.handwriting import handwriting  # noqa: E402
-from fedhdp.flower.deployment import Deployment, Level  # noqa: E402
-from fedhdp.results import VariantFolder  # noqa: E402
-from fedhdp.simulate import simulate  # noqa: E402
+from fedhdp.flower.config import Deployment, Level  # noqa: E402
+from fedhdp.results.store import VariantDirectory  # noqa: E402
+from fedhdp.simulation import simulate  # noqa: E402
 
 RATE, SAMPLES = 0.05, 30
 TRAINING = LocalTraining(epochs=10, batch_size=20, learning_rate=0.3)
@@ -47,7 +47,7 @@ def flower(clients: int, rounds: int) -> tuple[float, float]:
 
         def done() -> bool:
             part = out / "fedhdp"
-            history = VariantFolder(part).history() if part.exists() else []
+            history = VariantDirectory(part).history() if part.exists() else []
             for row in history:
                 at.setdefault(row.round, time.monotonic())
             return rounds in at

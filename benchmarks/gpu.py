@@ -24,24 +24,24 @@ import numpy as np
 from msgspec.structs import replace
 
 from fedhdp.client import LocalTraining
+from fedhdp.data import FederatedData, examples
 from fedhdp.datasets.tff_sizes import tff_sizes
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, cnn, mlp
-from fedhdp.population import Population, examples
 from fedhdp.simulation import Simulation
 
 
-def noise_images(count_K: np.ndarray, classes: int) -> Population:
+def noise_images(count_K: np.ndarray, classes: int) -> FederatedData:
     """Images of nothing, so many for each client: only the time is of interest."""
     rng = np.random.default_rng(0)
     x_N = rng.integers(0, 256, (count_K.sum(), 28, 28), dtype=np.uint8)
     y_N = rng.integers(0, classes, count_K.sum()).astype(np.int32)
     theirs = examples(x_N, y_N, count_K)
-    return Population("noise", theirs, theirs, x_N[:100], y_N[:100], classes)
+    return FederatedData("noise", theirs, theirs, x_N[:100], y_N[:100], classes)
 
 
 def seconds(
-    population: Population,
+    population: FederatedData,
     model: Model,
     training: LocalTraining,
     rate: float,
@@ -61,17 +61,17 @@ def seconds(
     ]
     simulation = Simulation(population, model, several, training)
     begun = time.monotonic()
-    state = simulation.play(simulation.play(simulation.start()))
+    state = simulation.run_round(simulation.run_round(simulation.start()))
     state.server.clip.block_until_ready()
     compiled = time.monotonic()
     for _ in range(rounds):
-        state = simulation.play(state)
+        state = simulation.run_round(state)
     state.server.clip.block_until_ready()
     ended = time.monotonic()
     if profile:
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
-                simulation.play(state).server.clip.block_until_ready()
+                simulation.run_round(state).server.clip.block_until_ready()
             print_kernels(Path(folder))
     return compiled - begun, ended - compiled
 

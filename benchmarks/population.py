@@ -29,10 +29,10 @@ def measure(clients: int, cohort: int, rounds: int, data: str, personal: bool) -
     import numpy as np
 
     from fedhdp.client import LocalTraining
+    from fedhdp.data import Examples, FederatedData
     from fedhdp.datasets.handwriting import OnDemand, client_examples, handwriting, server_examples
     from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
     from fedhdp.models import mlp
-    from fedhdp.population import Examples, Population
     from fedhdp.simulation import Simulation
 
     count_K = np.full(clients, SAMPLES, np.int32)
@@ -43,18 +43,18 @@ def measure(clients: int, cohort: int, rounds: int, data: str, personal: bool) -
     else:
         train = OnDemand(count_K, client_examples)
     tested_K = np.where(np.arange(clients) % (clients // 1000) == 0, 10, 0)
-    from fedhdp.population import examples
+    from fedhdp.data import examples
 
     test = examples(*client_examples(np.arange(clients), tested_K, part="test"), tested_K)
-    population = Population("scale", train, test, *server_examples(1000), 10)
+    population = FederatedData("scale", train, test, *server_examples(1000), 10)
     public, rate = clients // 20, cohort / clients
     groups = (PrivacyGroup("opted out", public, 0.0, rate), PrivacyGroup("private", clients - public, 1.5, rate, 0.01))
-    training = LocalTraining(personalise=personal)
+    training = LocalTraining(personalize=personal)
     simulation = Simulation(population, mlp(), Mechanism(groups, AdaptiveClip(0.5), sampling="fixed"), training)
-    state, ends = simulation.play(simulation.start()), []
+    state, ends = simulation.run_round(simulation.start()), []
     for _ in range(rounds + 2):  # as a run plays them: the next one is prepared while a round is under way
         under_way = state.done
-        state = simulation.play(state)
+        state = simulation.run_round(state)
         under_way.block_until_ready()
         ends.append(time.perf_counter())
     jax.block_until_ready(state.server)

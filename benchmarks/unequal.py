@@ -16,38 +16,38 @@ import time
 import numpy as np
 
 from fedhdp.client import LocalTraining
+from fedhdp.data import FederatedData, examples
 from fedhdp.datasets.handwriting import handwriting
 from fedhdp.datasets.mnist import mnist
 from fedhdp.datasets.tff_sizes import tff_sizes
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import mlp
-from fedhdp.population import Population, examples
 from fedhdp.simulation import Simulation
 
 COHORT = 100
 TRAINING = LocalTraining(50, 20, 0.01)
 
 
-def seconds(population: Population, rounds: int) -> float:
+def seconds(population: FederatedData, rounds: int) -> float:
     """Seconds of a round with a cohort of a hundred."""
     group = PrivacyGroup("all", population.clients, 1.0, COHORT / population.clients)
     simulation = Simulation(population, mlp(), Mechanism((group,), AdaptiveClip(0.5), sampling="fixed"), TRAINING)
     state, took = simulation.start(), []
     for number in range(rounds + 2):
         began = time.perf_counter()
-        state = simulation.play(state)
+        state = simulation.run_round(state)
         state.done.block_until_ready()
         took += [time.perf_counter() - began] if number >= 2 else []
     return statistics.median(took)
 
 
-def alike(size: int) -> Population:
+def uniform_size(size: int) -> FederatedData:
     """Clients who all have this many examples, of nothing: only the time is of interest."""
     rng = np.random.default_rng(size)
     x_N = rng.integers(0, 256, (500 * size, 28, 28), dtype=np.uint8)
     y_N = rng.integers(0, 10, 500 * size).astype(np.int32)
     made = examples(x_N, y_N, np.full(500, size))
-    return Population("alike", made, made, x_N[:10], y_N[:10], 10)
+    return FederatedData("alike", made, made, x_N[:10], y_N[:10], 10)
 
 
 def main() -> None:

@@ -132,12 +132,12 @@ def asked() -> Asked:
     )
 
 
-def time_rounds(asked: Asked, play: Callable[[int], None]) -> list[float]:
-    """Play rounds, and how long each took once warm; ``play`` returns when the result is there."""
+def time_rounds(asked: Asked, run_round: Callable[[int], None]) -> list[float]:
+    """Play rounds, and how long each took once warm; ``run_round`` returns when the result is there."""
     seconds = []
     for number in range(asked.warm_up + asked.rounds):
         began = time.perf_counter()
-        play(number)
+        run_round(number)
         seconds.append(time.perf_counter() - began)
     return seconds[asked.warm_up :]
 

@@ -22,14 +22,14 @@ from msgspec.structs import replace
 
 from fedhdp.algorithms import dp_fedavg, non_private
 from fedhdp.client import LocalTraining
+from fedhdp.data import FederatedData
 from fedhdp.datasets.mnist import mnist
-from fedhdp.engine import Numbers
+from fedhdp.engine.round import RoundParamsBatch
 from fedhdp.mechanism import SERVER, AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, mlp
-from fedhdp.population import Population
 from fedhdp.simulation import Simulation
 
-PAPER = LocalTraining(25, 20, 0.5, decay=0.9, decay_every=50, personalise=False)
+PAPER = LocalTraining(25, 20, 0.5, decay=0.9, decay_every=50, personalize=False)
 CLIP = AdaptiveClip(initial=0.5)
 
 
@@ -42,7 +42,7 @@ class Choice(NamedTuple):
     simulation: type[Simulation] = Simulation
     samples: int = 30
     model: Callable[[], Model] = mlp
-    change: Callable[[Population], Population] = lambda population: population
+    change: Callable[[FederatedData], FederatedData] = lambda population: population
 
 
 class UniformCohorts(Simulation):
@@ -57,14 +57,17 @@ class UniformCohorts(Simulation):
         count = int(self.mechanism.expected_cohort)
         drawn = np.random.default_rng([self.seed, 100, round]).choice(self.population.clients, count, replace=False)
         came_G = np.bincount(self.group_K[drawn], minlength=len(self.mechanism.groups))
-        terms = [run.terms._replace(expected_weight=np.float32(run.terms.weight_G @ came_G)) for _, run in self.runs]
+        terms = [
+            run.round_params._replace(expected_weight=np.float32(run.round_params.weight_G @ came_G))
+            for _, run in self.runs
+        ]
         terms_R = jax.tree.map(lambda *each: np.stack(each), *terms)
         no_pulls = np.zeros((0, len(came_G)), np.float32)
-        self._numbers = self.engine.put(Numbers(terms_R, no_pulls), self.engine.everywhere)
+        self._numbers = self.engine.put(RoundParamsBatch(terms_R, no_pulls), self.engine.replicated)
         return np.sort(drawn)
 
 
-def standardised(population: Population) -> Population:
+def standardised(population: FederatedData) -> FederatedData:
     """Inputs less their mean, over their standard deviation."""
 
     def scale(x: np.ndarray) -> np.ndarray:
@@ -112,7 +115,7 @@ CHOICES = {
     "clip at quantile 0.3": Choice(clip=AdaptiveClip(0.5, quantile=0.3)),
     "clip at quantile 0.7": Choice(clip=AdaptiveClip(0.5, quantile=0.7)),
     "clip fixed at 0.5": Choice(clip=0.5),
-    "clip bits noised at 20": Choice(clip=AdaptiveClip(0.5, bit_noise=20.0)),
+    "clip bits noised at 20": Choice(clip=AdaptiveClip(0.5, bit_noise_stddev=20.0)),
     "rate 0.25": Choice(replace(PAPER, learning_rate=0.25)),
     "no decay": Choice(replace(PAPER, decay=1.0)),
     "5 epochs": Choice(replace(PAPER, epochs=5)),
@@ -134,7 +137,7 @@ def accuracies(choice: Choice, seed: int, skewed: bool, rounds: int) -> np.ndarr
     simulation = choice.simulation(population, choice.model(), several, choice.training, seed=seed)
     state, found = simulation.start(), []
     while state.round < rounds:
-        state = simulation.play(state)
+        state = simulation.run_round(state)
         if state.round % 20 == 0 or state.round == rounds:
             rows = simulation.evaluate(state)
             on_server = (SERVER, "global", "accuracy")

@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from statistics import mean, stdev
 
-from fedhdp.metrics import half_interval
+from fedhdp.results.metrics import half_interval
 
 
 def by_seed(table: Path, row: str, column: str) -> dict[int, float]:

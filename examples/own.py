@@ -1,4 +1,4 @@
-"""Your own data, model, levels, weights and optimiser: `python examples/own.py`, a quarter of a minute on two cores.
+"""Your own data, model, levels, weights and optimizer: `python examples/own.py`, a quarter of a minute on two cores.
 
 The first two functions are all that a command needs: `fedhdp run examples/own.toml` compares algorithms on these clinics,
 keeps the run in a folder and can go on with it. What comes after them is the same in Python, with a server of its own.
@@ -13,13 +13,13 @@ import numpy as np
 import optax
 from msgspec.structs import replace
 
-from fedhdp.accounting import rounded_up, table
-from fedhdp.calibration import calibrate
 from fedhdp.client import LocalTraining
+from fedhdp.data import FederatedData, examples
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, squared_error
-from fedhdp.population import Population, examples
-from fedhdp.server import ServerStep
+from fedhdp.privacy.accounting import format_epsilon, reports_by_accountant
+from fedhdp.privacy.calibration import calibrate
+from fedhdp.server import ServerOptimizer
 from fedhdp.simulation import Simulation
 
 ROUNDS, DELTA = 60, 1e-3
@@ -40,7 +40,7 @@ def population(seed):
 
     train, test = examples(*patients(counts), counts), examples(*patients(counts // 5), counts // 5)
     server_x = rng.normal(size=(500, 8)).astype(np.float32)
-    return Population("clinics", train, test, server_x, (server_x @ shared).astype(np.float32), classes=1)
+    return FederatedData("clinics", train, test, server_x, (server_x @ shared).astype(np.float32), classes=1)
 
 
 # Model: any pytree of float arrays, and a function of it. The key is for dropout, and None in evaluation.
@@ -59,8 +59,8 @@ def model():
     return Model(init, apply, loss=squared_error, score=score)
 
 
-# The server: any optax optimiser, which sees the noised update as minus a gradient. It costs no privacy.
-class Nesterov(ServerStep, frozen=True):
+# The server: any optax optimizer, which sees the noised update as minus a gradient. It costs no privacy.
+class Nesterov(ServerOptimizer, frozen=True):
     def optax(self):
         return optax.sgd(self.learning_rate, momentum=0.5, nesterov=True)
 
@@ -81,12 +81,12 @@ if __name__ == "__main__":
     clinics, net = population(seed=0), model()
     training = LocalTraining(epochs=3, batch_size=10, learning_rate=0.02)
     rules = {"all alike": mechanism, "by their noise": by_noise(mechanism)}
-    for rdp, pld in table(rules["by their noise"], ROUNDS, DELTA):
-        print(f"{rdp}, by PLD {rounded_up(pld.epsilon)}")
+    for rdp, pld in reports_by_accountant(rules["by their noise"], ROUNDS, DELTA):
+        print(f"{rdp}, by PLD {format_epsilon(pld.epsilon)}")
     simulation = Simulation(clinics, net, list(rules.values()), training, Nesterov(learning_rate=0.5))
     state = simulation.start()
     for _ in range(ROUNDS):
-        state = simulation.play(state)
+        state = simulation.run_round(state)
     for name, rows in zip(rules, simulation.evaluate(state)):
         print(name)
         for row in rows:

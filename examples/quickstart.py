@@ -5,8 +5,8 @@ from fedhdp.client import LocalTraining
 from fedhdp.datasets.handwriting import handwriting
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import mlp
-from fedhdp.outcome import text_table
-from fedhdp.simulate import simulate
+from fedhdp.results.tables import format_table
+from fedhdp.simulation import simulate
 
 population, model = handwriting(clients=2000), mlp()
 
@@ -20,4 +20,4 @@ table = []
 for algorithm in (non_private, dp_fedavg, hdp_fedavg, fedhdp):
     trained = simulate(population, model, algorithm(chosen), training, rounds=200)
     table.append(trained.result(algorithm.__name__, delta=1e-4))
-print(text_table(table))
+print(format_table(table))

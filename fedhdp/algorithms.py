@@ -30,13 +30,13 @@ def hdp_fedavg(mechanism: Mechanism) -> Mechanism:
 
 def dp_fedavg(mechanism: Mechanism) -> Mechanism:
     """Every group the strictest group's noise, added once, every update the same weight."""
-    change = lambda group: replace(group, weight=1.0, noise_multiplier=mechanism.strictest)  # noqa: E731
+    change = lambda group: replace(group, weight=1.0, noise_multiplier=mechanism.max_noise_multiplier)  # noqa: E731
     return _with_groups(mechanism, change, noise="shared")
 
 
 def non_private(mechanism: Mechanism) -> Mechanism:
     """No noise at all, every update the same weight."""
-    clip = replace(mechanism.clip, bit_noise=0.0) if isinstance(mechanism.clip, AdaptiveClip) else mechanism.clip
+    clip = replace(mechanism.clip, bit_noise_stddev=0.0) if isinstance(mechanism.clip, AdaptiveClip) else mechanism.clip
     return _with_groups(mechanism, lambda group: replace(group, weight=1.0, noise_multiplier=0.0), clip=clip)
 
 

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from fedhdp.descent import descend
-from fedhdp.mechanism import Mechanism, require
+from fedhdp.engine.descent import descend
+from fedhdp.engine.low_rank import Parametrization, direct, in_span
+from fedhdp.engine.pace import apart, together
+from fedhdp.errors import require
+from fedhdp.mechanism import Mechanism
 from fedhdp.models import Array, Model, Parameters, take
-from fedhdp.pace import apart, together
-from fedhdp.span import Coordinates, direct, in_span
 
 
 class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,7 +32,7 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     personal_learning_rate: float | None = None  # None: the same
     decay: float = 1.0
     decay_every: int = 50
-    personalise: bool = True
+    personalize: bool = True
     personal_epochs: int | None = None  # of the personal model, before it rests until the next round; None: as many
     proximal: float = 0.0  # how strongly local training of the global model is pulled back to where it began (FedProx)
     whole_batches: bool = False  # leave out an epoch's last batch where it is not whole, unless it is the only one
@@ -55,7 +56,7 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def check(self, mechanism: Mechanism) -> None:
         """Refuse a pull so strong that each step takes a personal model further past the global one than it was off."""
         rate = self.rates(0)[1]
-        for group in mechanism.groups if self.personalise else ():
+        for group in mechanism.groups if self.personalize else ():
             rule = f"below {2 / rate:g}, or at the personal learning rate {rate:g} personal models run away"
             require(group.pull * rate < 2, f"pull of {group.name!r}", group.pull, rule)
 
@@ -81,7 +82,7 @@ def trains_in_span(model: Model, examples: int, inputs: int) -> bool:
     return model.head is not None and examples < inputs
 
 
-def coordinates(model: Model, examples: int, inputs: int) -> Coordinates:
+def coordinates(model: Model, examples: int, inputs: int) -> Parametrization:
     """Where to train."""
     return in_span(model) if trains_in_span(model, examples, inputs) else direct(model)
 
@@ -123,7 +124,7 @@ class Sent(NamedTuple):
 def client_updates(
     model: Model,
     training: LocalTraining,
-    held_in: Coordinates,
+    held_in: Parametrization,
     clients: Clients,
     theta_R: Parameters,
     personal_CV: Parameters | None,
@@ -204,7 +205,7 @@ def client_updates(
     return sent, jax.vmap(leave)(held_CV, personal_CV, x_CM)
 
 
-def updates_in_full(held_in: Coordinates, sent: Sent, x_CM: Array) -> Parameters:
+def updates_in_full(held_in: Parametrization, sent: Sent, x_CM: Array) -> Parameters:
     """Each client's updates written out, for a client who has to send them."""
     one = lambda update_R, x_M: jax.vmap(lambda u: held_in.add(jnp.ones(1), _alone(u), x_M[None]))(update_R)  # noqa: E731
     return jax.vmap(one)(sent.update_CR, x_CM)

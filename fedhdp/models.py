@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedhdp.convolution import convolve_and_halve
-from fedhdp.descent import times
-from fedhdp.mechanism import require
-from fedhdp.population import Examples, Population
+from fedhdp.data import Examples, FederatedData
+from fedhdp.engine.descent import times
+from fedhdp.engine.kernels.convolution import convolve_and_halve
+from fedhdp.errors import require
 
 Parameters = Any  # any pytree of float arrays
 Array = jax.Array
@@ -191,7 +191,7 @@ def _dropout(h: Array, rate: float, key: Array | None) -> Array:
     return jnp.where(jax.random.bernoulli(key, 1 - rate, h.shape), h / (1 - rate), 0.0)
 
 
-def check_data(population: Population, model: Model) -> None:
+def check_data(population: FederatedData, model: Model) -> None:
     """Refuse data that does not fit the model, or itself, which else would be found out by wrong numbers alone."""
     clients = f"of {population.clients} clients, as there are to train"
     for name, part in (("test examples", population.test), ("validation examples", population.validation)):

@@ -1,6 +1,6 @@
 """What the server does, the left column of the paper's Algorithm 1: sample, clip, sum, noise, weigh, move the clip.
 
-What is released is made on this page. The numbers come from ``Mechanism.terms``, nothing else; norms and weighted sums of
+What is released is made on this page. The numbers come from ``Mechanism.round_params``, nothing else; norms and weighted sums of
 updates that are not written out come from ``span``, who is drawn and the noise's keys from who calls.
 
 Sums add up: over the clients of a chunk, over chunks, over devices, over messages. Only ``private_mean`` looks at the
@@ -23,10 +23,11 @@ import numpy as np
 import optax
 from jax.scipy.special import ndtri
 
-from fedhdp.mechanism import LEAST_CLIP, MOST, Mechanism, Terms, require
+from fedhdp.errors import require
+from fedhdp.mechanism import MAX_VALUE, MIN_CLIP, Mechanism, RoundParams
 
 Array = jax.Array
-Optimiser = Literal["add", "momentum", "adam", "yogi"]
+Optimizer = Literal["add", "momentum", "adam", "yogi"]
 
 
 class Sums(NamedTuple):
@@ -42,7 +43,7 @@ def sample_cohort(mechanism: Mechanism, rng: np.random.Generator) -> np.ndarray:
     cohort, first = [], 0
     for group in mechanism.groups:
         fixed = mechanism.sampling == "fixed"
-        size = mechanism.cohort_of(group) if fixed else rng.binomial(group.clients, group.sampling_rate)
+        size = mechanism.expected_cohort_size(group) if fixed else rng.binomial(group.clients, group.sampling_rate)
         cohort.append(first + rng.choice(group.clients, int(size), replace=False, shuffle=False))
         first += group.clients
     return np.sort(np.concatenate(cohort))
@@ -52,40 +53,42 @@ class Updates(NamedTuple):
     """The updates of some clients, as the server needs them: how long each is, and how to add them up."""
 
     norm_C: Array
-    weighted: Callable[[Array], Any]  # scale_C -> Σ_C scale·update; an update at scale 0 is absent, even if it is NaN
+    weighted_sum: Callable[
+        [Array], Any
+    ]  # scale_C -> Σ_C scale·update; an update at scale 0 is absent, even if it is NaN
 
 
-def in_rows(update_CP: Array) -> Updates:
+def dense_updates(update_CP: Array) -> Updates:
     """Updates that lie there one by one."""
 
-    def weighted(scale_C: Array) -> Array:
+    def weighted_sum(scale_C: Array) -> Array:
         present_CP = jnp.where(scale_C[:, None] == 0, 0.0, update_CP)  # 0 · NaN would still be NaN
         return jnp.matmul(scale_C, present_CP, precision="highest")  # GPUs would round, and what is summed was measured
 
-    return Updates(jnp.linalg.norm(update_CP, axis=1), weighted)
+    return Updates(jnp.linalg.norm(update_CP, axis=1), weighted_sum)
 
 
-def clip_and_sum(terms: Terms, clip: Array, updates: Updates, group_C: Array, came_C: Array) -> Sums:
+def clip_and_sum(terms: RoundParams, clip: Array, updates: Updates, group_C: Array, is_participating_C: Array) -> Sums:
     """Clip each update to norm S, take its bit b = [norm ≤ S], and add up what counts; no update, no trust."""
     norm_C = updates.norm_C
-    counts_C = came_C & jnp.isfinite(norm_C)  # a client who sends NaN or infinity counts as absent
+    counts_C = is_participating_C & jnp.isfinite(norm_C)  # a client who sends NaN or infinity counts as absent
     scale_C = jnp.where(counts_C, terms.weight_G[group_C] * clip / jnp.maximum(norm_C, clip), 0.0)
     bit_C = jnp.where(counts_C, (norm_C <= clip) - 0.5, 0.0)
     of_group_CG = jax.nn.one_hot(group_C, terms.weight_G.shape[0], dtype=jnp.int32)
-    return Sums(updates.weighted(scale_C), jnp.sum(bit_C), (came_C & ~counts_C) @ of_group_CG)
+    return Sums(updates.weighted_sum(scale_C), jnp.sum(bit_C), (is_participating_C & ~counts_C) @ of_group_CG)
 
 
-def private_mean(terms: Terms, clip: Array, sums: Sums, key: Array) -> tuple[Array, Array]:
+def private_mean(terms: RoundParams, clip: Array, sums: Sums, key: Array) -> tuple[Array, Array]:
     """The noised, weighted mean update and the next clip: all that a round releases."""
     key_update, key_bits = jax.random.split(key)
 
-    noise_P = terms.update_noise * clip * gaussian(key_update, sums.update_P.shape)  # the clip of this round
+    noise_P = terms.update_noise_stddev * clip * gaussian(key_update, sums.update_P.shape)  # the clip of this round
     update_P = _share(sums.update_P + noise_P, terms.expected_weight, 0.0)
 
-    noisy_bits = sums.bits + terms.bit_noise * gaussian(key_bits)
+    noisy_bits = sums.bits + terms.bit_noise_stddev * gaussian(key_bits)
     unclipped = _share(noisy_bits, terms.expected_cohort, terms.quantile - 0.5) + 0.5
     next_clip = clip * jnp.exp(-terms.clip_learning_rate * (unclipped - terms.quantile))
-    return update_P, jnp.clip(next_clip, LEAST_CLIP, MOST)  # at 0 there would be no noise, and who sent 0 would show
+    return update_P, jnp.clip(next_clip, MIN_CLIP, MAX_VALUE)  # at 0 there would be no noise, and who sent 0 would show
 
 
 def gaussian(key: Array, shape: tuple[int, ...] = ()) -> Array:
@@ -103,29 +106,29 @@ def _share(total: Array, expected: Any, otherwise: Any) -> Array:
     return jnp.where(expected > 0, total / jnp.where(expected > 0, expected, 1.0), otherwise)
 
 
-class ServerStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ServerOptimizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the server takes a noised update in: plain addition unless asked, and an average of models beside it."""
 
-    optimiser: Optimiser = "add"
+    optimizer: Optimizer = "add"
     learning_rate: float = 1.0
     momentum: float = 0.9
     average: float | None = None  # decay of an exponential average of the global model
 
     def __post_init__(self) -> None:
-        known = get_args(Optimiser)
-        require(self.optimiser in known, "optimiser", self.optimiser, f"one of {', '.join(known)}")
+        known = get_args(Optimizer)
+        require(self.optimizer in known, "optimizer", self.optimizer, f"one of {', '.join(known)}")
         require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "finite and above 0")
         require(0 <= self.momentum < 1, "momentum", self.momentum, "at least 0 and below 1")
         if self.average is not None:
             require(0 < self.average < 1, "average", self.average, "between 0 and 1")
 
     def optax(self) -> optax.GradientTransformation:
-        """The optimiser; it sees the update as minus a gradient."""
-        if self.optimiser == "add":
+        """The optimizer; it sees the update as minus a gradient."""
+        if self.optimizer == "add":
             return optax.sgd(self.learning_rate)
-        if self.optimiser == "momentum":
+        if self.optimizer == "momentum":
             return optax.sgd(self.learning_rate, momentum=self.momentum)
-        make = optax.adam if self.optimiser == "adam" else optax.yogi
+        make = optax.adam if self.optimizer == "adam" else optax.yogi
         return make(self.learning_rate, b1=self.momentum, b2=0.99, eps=1e-3)
 
 
@@ -134,12 +137,12 @@ class ServerState(NamedTuple):
 
     theta_P: Array  # the global model
     clip: Array
-    optimiser: Any
+    optimizer: Any
     average: Any  # state of the average, or None
     refused_G: Array  # updates refused so far, by group
 
 
-def start(mechanism: Mechanism, server: ServerStep, theta_P: Array) -> ServerState:
+def start(mechanism: Mechanism, server: ServerOptimizer, theta_P: Array) -> ServerState:
     """The server before the first round."""
     average = None if server.average is None else optax.ema(server.average).init(theta_P)
     clip = jnp.float32(mechanism.initial_clip)
@@ -148,16 +151,18 @@ def start(mechanism: Mechanism, server: ServerStep, theta_P: Array) -> ServerSta
     )
 
 
-def finish_round(server: ServerStep, terms: Terms, state: ServerState, sums: Sums, key: Array) -> ServerState:
+def finish_round(
+    server: ServerOptimizer, terms: RoundParams, state: ServerState, sums: Sums, key: Array
+) -> ServerState:
     """theta ← theta + noised update, S ← next clip."""
     update_P, clip = private_mean(terms, state.clip, sums, key)
-    step_P, optimiser = server.optax().update(-update_P, state.optimiser, state.theta_P)
+    step_P, optimizer = server.optax().update(-update_P, state.optimizer, state.theta_P)
     theta_P = state.theta_P + step_P
     average = None if server.average is None else optax.ema(server.average).update(theta_P, state.average)[1]
-    return ServerState(theta_P, clip, optimiser, average, state.refused_G + sums.refused_G)
+    return ServerState(theta_P, clip, optimizer, average, state.refused_G + sums.refused_G)
 
 
-def averaged_model(server: ServerStep, state: ServerState) -> Array:
+def averaged_model(server: ServerOptimizer, state: ServerState) -> Array:
     """The exponential average of the global models so far, its start made up for."""
     assert server.average is not None
     return state.average.ema / (1 - server.average ** jnp.maximum(state.average.count, 1))

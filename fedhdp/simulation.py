@@ -8,7 +8,7 @@ Axis letters: K clients of the population, P parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,27 +21,28 @@ from msgspec.structs import replace
 
 from fedhdp import server
 from fedhdp.client import LocalTraining
-from fedhdp.engine import Data, Engine, Numbers, Shape
-from fedhdp.evaluation import Evaluation, chosen
-from fedhdp.mechanism import SERVER, Mechanism, require
-from fedhdp.metrics import Row, group_rows
-from fedhdp.models import Array, Model, Parameters, check_data
-from fedhdp.personal import Packed, keep_personal
-from fedhdp.population import Population
-from fedhdp.randomness import BATCHES, COHORT, MODEL, NOISE, fresh, stream
-from fedhdp.server import ServerState, ServerStep
-from fedhdp.stores import (
-    Seats,
-    at_home,
-    belongs_everywhere,
+from fedhdp.data import FederatedData
+from fedhdp.engine.evaluation import Evaluation, chosen
+from fedhdp.engine.examples import make_example_store, make_gram_matrices, should_replicate
+from fedhdp.engine.personal_store import Packed, make_personal_store
+from fedhdp.engine.placement import (
+    CohortLayout,
+    assign_slots,
     by_size,
-    evenly,
-    keep_examples,
-    keep_grams,
-    seat,
+    make_slot_table,
+    partition_by_owner,
+    partition_evenly,
     size_classes,
-    table_of,
 )
+from fedhdp.engine.round import Data, Engine, RoundParamsBatch, Shape
+from fedhdp.errors import require
+from fedhdp.mechanism import SERVER, Mechanism
+from fedhdp.models import Array, Model, Parameters, check_data
+from fedhdp.privacy.accounting import privacy_costs
+from fedhdp.results.metrics import MetricRow, group_rows
+from fedhdp.results.schema import VariantResult, account_groups, attach_metrics
+from fedhdp.rng import BATCHES, COHORT, MODEL, NOISE, os_entropy, stream
+from fedhdp.server import ServerOptimizer, ServerState
 
 
 class State(NamedTuple):
@@ -49,13 +50,13 @@ class State(NamedTuple):
 
     round: int
     server: ServerState  # of every run
-    personal: Any  # personal models, as their store keeps them; None without personalisation
-    new_K: np.ndarray  # clients who have not taken part yet
+    personal: Any  # personal models, as their store keeps them; None without personalization
+    uninitialized_K: np.ndarray  # clients who have not taken part yet
     done: Any = None  # ready when the round is, and still there in the next
 
 
 @lru_cache(maxsize=8)  # on CPUs each takes up to a thousand of the 65,530 memory maps that Linux gives a process
-def _engine(model: Model, training: LocalTraining, step: ServerStep, shape: Shape) -> Engine:
+def _engine(model: Model, training: LocalTraining, step: ServerOptimizer, shape: Shape) -> Engine:
     """One engine for all runs that differ in numbers alone: they share a compilation."""
     return Engine(model, training, step, shape)
 
@@ -70,11 +71,11 @@ class Simulation:
 
     def __init__(
         self,
-        population: Population,
+        population: FederatedData,
         model: Model,
         mechanism: Mechanism | Sequence[Mechanism],
         training: LocalTraining | None = None,
-        step: ServerStep | None = None,
+        step: ServerOptimizer | None = None,
         seed: int = 0,
         noise_seed: int | None = None,
         folder: Path | None = None,  # of personal models that memory does not hold; None: a temporary one
@@ -86,31 +87,31 @@ class Simulation:
         if noise_seed is not None:
             require(0 <= noise_seed < 2**31, "noise_seed", noise_seed, "at least 0 and below 2**31")
         self.population, self.seed, self.noise_seed, self.cohorts = population, seed, noise_seed, cohorts
-        self.training, self.step = training or LocalTraining(), step or ServerStep()
+        self.training, self.step = training or LocalTraining(), step or ServerOptimizer()
         once = [mechanism] if isinstance(mechanism, Mechanism) else list(mechanism)
-        self.play_by(once * repeats, repeats)
+        self.set_mechanisms(once * repeats, repeats)
         clients = f"{population.clients}, the clients of {population.name}"
         require(
             self.mechanism.clients == population.clients, "groups", self.mechanism.clients, f"of {clients} together"
         )
         check_data(population, model)
-        run_V = tuple(self.run_of) if self.training.personalise else ()
+        run_V = tuple(self.run_of) if self.training.personalize else ()
         sizes = size_classes(population.train, self.training.batch_size, several=model.head is not None)
-        everywhere = belongs_everywhere(population.train, at_home=self.training.personalise)
+        everywhere = should_replicate(population.train, partition_by_owner=self.training.personalize)
         inputs = int(np.prod(population.input_shape))
-        shape = Shape(inputs, sizes, population.train.alike, everywhere, run_V, len(self.runs))
+        shape = Shape(inputs, sizes, population.train.uniform_size, everywhere, run_V, len(self.runs))
         self.engine = _engine(model, self.training, self.step, shape)
-        self.group_K = self.mechanism.group_of_clients
+        self.group_K = self.mechanism.client_group_indices
         expected = self.mechanism.expected_cohort / self.engine.devices
-        steady = self.mechanism.sampling == "fixed" and (not self.training.personalise or self.engine.devices == 1)
+        steady = self.mechanism.sampling == "fixed" and (not self.training.personalize or self.engine.devices == 1)
         spare = (0 if steady else 4 * expected**0.5 + 1) + (len(sizes) - 1) * self.engine.chunk
         self.slots = self.engine.slots(math.ceil(expected + spare))
-        self.examples = keep_examples(self.engine, population.train, sizes[-1])
-        self.gram_K = keep_grams(self.engine, self.examples)
-        self.store = keep_personal(self.engine, population.clients, folder) if self.training.personalise else None
-        self._numbers: Numbers | None = None
+        self.examples = make_example_store(self.engine, population.train, sizes[-1])
+        self.gram_K = make_gram_matrices(self.engine, self.examples)
+        self.store = make_personal_store(self.engine, population.clients, folder) if self.training.personalize else None
+        self._numbers: RoundParamsBatch | None = None
 
-    def play_by(self, mechanisms: list[Mechanism], repeats: int = 1) -> None:
+    def set_mechanisms(self, mechanisms: list[Mechanism], repeats: int = 1) -> None:
         """Take these mechanisms for the rounds that follow: as many, and as much alike, as before."""
         draws = {cohorts_of(one) for one in mechanisms}
         require(len(draws) == 1, "mechanisms", len(draws), "such that all draw the same cohorts")
@@ -125,7 +126,7 @@ class Simulation:
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
-        """What is played; changed by ``play_by`` alone, so that cohorts and noise are always of the same promise."""
+        """What is played; changed by ``set_mechanisms`` alone, so that cohorts and noise are always of the same promise."""
         return self._mechanisms
 
     @property
@@ -142,7 +143,7 @@ class Simulation:
         state_R = jax.tree.map(lambda *each: np.stack(each), *starts)
         personal = None if self.store is None else self.store.start()
         return State(
-            0, self.engine.put(state_R, self.engine.everywhere), personal, np.ones(self.population.clients, bool)
+            0, self.engine.put(state_R, self.engine.replicated), personal, np.ones(self.population.clients, bool)
         )
 
     def draw_cohort(self, round: int) -> np.ndarray:
@@ -155,40 +156,42 @@ class Simulation:
         if self.noise_seed is None and self.cohorts is not None:
             words = [int(word) for word in self.cohorts]
         elif self.noise_seed is None and not all(one.opted_out for m in self._mechanisms for one in m.groups):
-            words = [int(word) for word in fresh(4)]
+            words = [int(word) for word in os_entropy(4)]
         return server.sample_cohort(self.mechanism, np.random.default_rng([*words, COHORT, round]))
 
-    def play(self, state: State) -> State:
+    def run_round(self, state: State) -> State:
         """One round; the state that went in is used up."""
         _refuse_what_is_used_up(state)
         clients = self.draw_cohort(state.round)
         count_K = self.population.train.count_K
         if not self.engine.shape.full:  # those with most examples first, so that chunks are alike
             clients = clients[np.argsort(-count_K[clients], kind="stable")]
-        seats = self._seats((at_home if self.training.personalise else evenly)(self.engine, clients))
+        seats = self._seats(
+            (partition_by_owner if self.training.personalize else partition_evenly)(self.engine, clients)
+        )
         x_N, y_N, start_C = self.examples.fetch(seats)
         personal, row_C = None, seats.place_C
         if self.store is not None:
-            personal, row_C = self.store.lend(state.personal, seats)
-        table = table_of(self.engine, seats, self.group_K, start_C, count_K, row_C, state.new_K)
+            personal, row_C = self.store.checkout(state.personal, seats)
+        table = make_slot_table(self.engine, seats, self.group_K, start_C, count_K, row_C, state.uninitialized_K)
         if self._numbers is None:
-            terms_R = jax.tree.map(lambda *each: np.stack(each), *(run.terms for _, run in self.runs))
-            pull_VG = np.stack([one.terms.pull_G for one in self.mechanisms])[: len(self.engine.run_V)]
-            self._numbers = self.engine.put(Numbers(terms_R, pull_VG), self.engine.everywhere)
+            terms_R = jax.tree.map(lambda *each: np.stack(each), *(run.round_params for _, run in self.runs))
+            pull_VG = np.stack([one.round_params.pull_G for one in self.mechanisms])[: len(self.engine.run_V)]
+            self._numbers = self.engine.put(RoundParamsBatch(terms_R, pull_VG), self.engine.replicated)
         rates = np.array(self.training.rates(state.round), np.float32)
         keys = np.stack([stream(self.seed, BATCHES, state.round), *self._noise_keys(state.round)])
-        rates, keys = self.engine.put((rates, keys), self.engine.everywhere)
-        self._settle(state)
+        rates, keys = self.engine.put((rates, keys), self.engine.replicated)
+        self._wait_for_round(state)
         server_state, personal, done = self.engine.round(
             state.server, personal, Data(x_N, y_N, self.gram_K), table, self._numbers, rates, keys
         )
         if self.store is not None:
-            personal = self.store.take_back(state.personal, personal, seats)
-        new_K = state.new_K.copy()
-        new_K[clients] = False
-        return State(state.round + 1, server_state, personal, new_K, done)
+            personal = self.store.commit(state.personal, personal, seats)
+        uninitialized_K = state.uninitialized_K.copy()
+        uninitialized_K[clients] = False
+        return State(state.round + 1, server_state, personal, uninitialized_K, done)
 
-    def _settle(self, state: State) -> None:
+    def _wait_for_round(self, state: State) -> None:
         """Wait for a round before more is asked of several devices.
 
         What queues up for the cores of a CPU shares a few threads, and a round that waits in them for its other device's
@@ -203,20 +206,20 @@ class Simulation:
         The kinds are global, average, personal and chosen, as far as there are such; without examples a score is NaN.
         """
         _refuse_what_is_used_up(state)
-        self._settle(state)
+        self._wait_for_round(state)
         runs, judge = len(self.runs), self._judge
-        score_KT = judge.on_clients(state.server.theta_P, state.personal, state.new_K)
+        score_KT = judge.on_clients(state.server.theta_P, state.personal, state.uninitialized_K)
         found = {"global": score_KT[:, self.run_of]}
         if self.step.average is not None:
-            found["average"] = judge.on_clients(self._averages(state), None, state.new_K)[:, self.run_of]
+            found["average"] = judge.on_clients(self._averages(state), None, state.uninitialized_K)[:, self.run_of]
         if self.store is not None:
             found["personal"] = score_KT[:, runs:]
             if self.population.validation is not None:
-                held_out_KT = judge.on_held_out(state.server.theta_P, state.personal, state.new_K)
+                held_out_KT = judge.on_held_out(state.server.theta_P, state.personal, state.uninitialized_K)
                 found["chosen"] = chosen(self.run_of, held_out_KT[:, runs:], score_KT[:, runs:])
         return found
 
-    def evaluate(self, state: State, by_client: dict[str, np.ndarray] | None = None) -> list[list[Row]]:
+    def evaluate(self, state: State, by_client: dict[str, np.ndarray] | None = None) -> list[list[MetricRow]]:
         """For each mechanism: all models on the server's test set, and by group on the clients' own (`client_scores`)."""
         by_client = self.client_scores(state) if by_client is None else by_client
         names, judge = [group.name for group in self.mechanism.groups], self._judge
@@ -227,11 +230,15 @@ class Simulation:
         found = []
         for v, r in enumerate(self.run_of):
             has_test = len(self.population.server_y_N) > 0
-            rows = [Row(state.round, SERVER, m, "accuracy", float(on_server[m][r])) for m in on_server if has_test]
+            rows = [
+                MetricRow(state.round, SERVER, m, "accuracy", float(on_server[m][r])) for m in on_server if has_test
+            ]
             for model, score_KV in by_client.items():
                 rows += group_rows(state.round, model, names, self.group_K, score_KV[:, v])
-            rows.append(Row(state.round, SERVER, "global", "clip", float(clip_R[r])))
-            rows += [Row(state.round, name, "global", "refused", float(n)) for name, n in zip(names, refused_RG[r])]
+            rows.append(MetricRow(state.round, SERVER, "global", "clip", float(clip_R[r])))
+            rows += [
+                MetricRow(state.round, name, "global", "refused", float(n)) for name, n in zip(names, refused_RG[r])
+            ]
             found.append(rows)
         return found
 
@@ -247,13 +254,13 @@ class Simulation:
     def personal_models(self, state: State, clients: np.ndarray | int, number: int = 0) -> np.ndarray:
         """A mechanism's personal models of these clients, one row each; one who never took part has the global model."""
         if self.store is None:
-            raise ValueError("there are no personal models: training does not personalise")
+            raise ValueError("there are no personal models: training does not personalize")
         _refuse_what_is_used_up(state)
         clients = np.atleast_1d(clients)
         known = len(clients) > 0 and 0 <= min(clients) <= max(clients) < self.population.clients
         require(known, "clients", clients.tolist(), f"from 0 to {self.population.clients - 1}")
         own_CP = self.store.rows(state.personal, clients)[:, number]
-        return np.where(state.new_K[clients, None], self.global_model(state, number), own_CP)
+        return np.where(state.uninitialized_K[clients, None], self.global_model(state, number), own_CP)
 
     def model(self, state: State, client: int | None = None, number: int = 0) -> Parameters:
         """A mechanism's global model, or a client's personal one, as what the model's own functions take."""
@@ -267,8 +274,8 @@ class Simulation:
         """
         _refuse_what_is_used_up(state)
         arrays: Packed = {f"server_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state.server))}
-        arrays = {**arrays, "round": np.array(state.round), "new_K": state.new_K}
-        own = {} if self.store is None else self.store.pack(state.personal, np.flatnonzero(~state.new_K))
+        arrays = {**arrays, "round": np.array(state.round), "new_K": state.uninitialized_K}
+        own = {} if self.store is None else self.store.pack(state.personal, np.flatnonzero(~state.uninitialized_K))
         return {**arrays, **own}
 
     def unpack(self, arrays: dict[str, np.ndarray]) -> State:
@@ -284,7 +291,7 @@ class Simulation:
             raise ValueError("the checkpoint is of another model, mechanism, server or population")
         known = np.flatnonzero(~arrays["new_K"])
         personal = None if self.store is None else self.store.unpack(arrays, known)
-        server_state = self.engine.put(jax.tree.unflatten(tree, packed), self.engine.everywhere)
+        server_state = self.engine.put(jax.tree.unflatten(tree, packed), self.engine.replicated)
         return State(int(arrays["round"]), server_state, personal, arrays["new_K"])
 
     def _averages(self, state: State) -> Array:
@@ -303,7 +310,7 @@ class Simulation:
                 named[f"{model}/{jax.tree_util.keystr(path, simple=True, separator='/')}"] = np.asarray(leaf)
         return named
 
-    def _seats(self, shares: list[np.ndarray]) -> Seats:
+    def _seats(self, shares: list[np.ndarray]) -> CohortLayout:
         """Where the devices' shares of a cohort sit; a cohort is never cut short."""
         count_K, sizes = self.population.train.count_K, self.engine.shape.sizes
         while True:
@@ -311,14 +318,14 @@ class Simulation:
             placed = [by_size(share, count_K, sizes, chunk) if len(sizes) > 1 else share for share in shares]
             needed = max(map(len, placed))
             if needed * self.engine.devices <= self.slots:
-                return seat(placed, self.slots)
+                return assign_slots(placed, self.slots)
             self.slots = self.engine.slots(needed)
 
     def _noise_keys(self, round: int) -> list[np.ndarray]:
         """A key for each run: from a noise seed the same for all of a repeat, so that they are paired; else its own."""
         if self.noise_seed is not None:
             return [stream(self.noise_seed, NOISE, round, repeat) for repeat, _ in self.runs]
-        return list(fresh(2 * len(self.runs)).reshape(-1, 2))
+        return list(os_entropy(2 * len(self.runs)).reshape(-1, 2))
 
 
 def _refuse_what_is_used_up(state: State) -> None:
@@ -335,3 +342,97 @@ def global_training(mechanism: Mechanism) -> Mechanism:
 def cohorts_of(mechanism: Mechanism) -> tuple:
     """What decides who is drawn: mechanisms that have it in common can be played together."""
     return mechanism.sampling, tuple((group.clients, group.sampling_rate) for group in mechanism.groups)
+
+
+class SimulationResult(NamedTuple):
+    """What a simulation came to."""
+
+    mechanism: Mechanism
+    rounds: int
+    parameters: dict[str, np.ndarray]  # the global model
+    scores: dict[
+        str, np.ndarray
+    ]  # each client's own, at the end, by the kind of model (see `Simulation.client_scores`)
+    history: list[MetricRow]
+    repeatable: bool
+
+    def result(self, name: str, delta: float = 1e-4) -> VariantResult:
+        """A line of a table, with each group's epsilon at this delta."""
+        groups = account_groups(
+            self.mechanism, lambda name: [privacy_costs(self.mechanism, self.rounds)[name]], lambda name: delta
+        )
+        return attach_metrics(VariantResult(name, "", self.rounds, 0.0, self.repeatable, groups), self.history)
+
+
+def simulate(
+    population: FederatedData,
+    model: Model,
+    mechanism: Mechanism,
+    training: LocalTraining | None = None,
+    step: ServerOptimizer | None = None,
+    rounds: int = 100,
+    evaluate_every: int | None = None,
+    seed: int = 0,
+    noise_seed: int | None = None,
+    on_round: Callable[[State], None] | None = None,
+) -> SimulationResult:
+    """Train for some rounds and evaluate at the end, and on the way if asked.
+
+    ``seed`` is that of the initial model and of the order of batches. Noise, and who is drawn, come from the operating
+    system, so that no two runs are alike; with a ``noise_seed`` they come from it, which is repeatable and not private.
+    ``evaluate_every`` so many rounds, besides the last; ``on_round`` is called with the state after each round.
+    """
+    require(
+        isinstance(mechanism, Mechanism), "mechanism", type(mechanism).__name__, "one; for several: simulate_together"
+    )
+    return simulate_many(
+        population, model, [mechanism], training, step, rounds, evaluate_every, seed, noise_seed, on_round
+    )[0]
+
+
+def simulate_many(
+    population: FederatedData,
+    model: Model,
+    mechanisms: Sequence[Mechanism],
+    training: LocalTraining | None = None,
+    step: ServerOptimizer | None = None,
+    rounds: int = 100,
+    evaluate_every: int | None = None,
+    seed: int = 0,
+    noise_seed: int | None = None,
+    on_round: Callable[[State], None] | None = None,
+    repeats: int = 1,
+) -> list[SimulationResult]:
+    """Train under several mechanisms with the same cohorts and batches, so that they are paired, in one program.
+
+    With ``repeats`` all of them are trained as often, each time from another initial model with other noise: in what is
+    returned, all mechanisms of the first time come first.
+    """
+    whole = isinstance(rounds, int | np.integer) and not isinstance(rounds, bool)
+    require(whole and rounds >= 1, "rounds", rounds, "a whole number of at least 1")
+    if evaluate_every is not None:
+        whole = isinstance(evaluate_every, int | np.integer) and evaluate_every >= 1
+        require(whole, "evaluate_every", evaluate_every, "a whole number of at least 1")
+    require(len(mechanisms) >= 1, "mechanisms", len(mechanisms), "one or more")
+    simulation = Simulation(population, model, mechanisms, training, step, seed, noise_seed, repeats=repeats)
+    state = simulation.start()
+    histories: list[list[MetricRow]] = [[] for _ in simulation.mechanisms]
+    while state.round < rounds:
+        state = simulation.run_round(state)
+        if on_round is not None:
+            on_round(state)
+        if state.round == rounds or (evaluate_every and state.round % evaluate_every == 0):
+            scores = simulation.client_scores(state)
+            for history, rows in zip(histories, simulation.evaluate(state, scores)):
+                history += rows
+    return [
+        SimulationResult(
+            one,
+            rounds,
+            simulation.parameters(state, number),
+            {model: score_KV[:, number] for model, score_KV in scores.items()},
+            histories[number],
+            repeatable=noise_seed is not None,
+        )
+        for number, one in enumerate(simulation.mechanisms)
+    ]

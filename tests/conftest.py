@@ -8,15 +8,15 @@ import tempfile
 import numpy as np
 import pytest
 
+from fedhdp.data import FederatedData, examples
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
-from fedhdp.population import Population, examples
 
 # Tests compile the same small programs in many processes: they share what is compiled.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "fedhdp-tests-compiled"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 
-def tiny_population(sizes: list[int], inputs: int = 12, classes: int = 3, seed: int = 0) -> Population:
+def tiny_population(sizes: list[int], inputs: int = 12, classes: int = 3, seed: int = 0) -> FederatedData:
     """Clients of these sizes with noisy blobs for classes, as bytes."""
     rng = np.random.default_rng(seed)
     centre = rng.integers(40, 215, (classes, inputs))
@@ -27,7 +27,7 @@ def tiny_population(sizes: list[int], inputs: int = 12, classes: int = 3, seed: 
 
     test_sizes = [3 + size % 2 for size in sizes]
     train, test = examples(*blobs(sum(sizes)), sizes), examples(*blobs(sum(test_sizes)), test_sizes)
-    return Population("tiny", train, test, *blobs(50), classes)
+    return FederatedData("tiny", train, test, *blobs(50), classes)
 
 
 def mechanism_of(*groups: tuple[int, float, float], rate: float = 0.5, **others: object) -> Mechanism:
@@ -46,6 +46,6 @@ def _forget_what_was_compiled():
 
 
 @pytest.fixture(scope="session")
-def population() -> Population:
+def population() -> FederatedData:
     """Nineteen clients, from one example each to thirteen."""
     return tiny_population([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6])

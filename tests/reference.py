@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from fedhdp.client import LocalTraining, shuffle
+from fedhdp.data import FederatedData
 from fedhdp.mechanism import AdaptiveClip, Mechanism
-from fedhdp.population import Population
-from fedhdp.randomness import BATCHES, COHORT, NOISE, stream
+from fedhdp.rng import BATCHES, COHORT, NOISE, stream
 from fedhdp.server import gaussian, sample_cohort
 
 Network = dict[str, np.ndarray]  # w1, b1, w2, b2
@@ -62,7 +62,7 @@ def client_update(theta_0: Network, theta_j: Network, x: np.ndarray, y: np.ndarr
     return flat(theta) - flat(theta_0), theta_j
 
 
-def train(population: Population, mechanism: Mechanism, training: LocalTraining, network: Network, rounds: int, seed: int,
+def train(population: FederatedData, mechanism: Mechanism, training: LocalTraining, network: Network, rounds: int, seed: int,
           noise_seed: int) -> tuple[np.ndarray, float, dict[int, np.ndarray]]:  # fmt: skip
     """The global model, the clip and the personal models after some rounds."""
     theta, personal = network, {}
@@ -90,7 +90,7 @@ def train(population: Population, mechanism: Mechanism, training: LocalTraining,
             came[i] += 1
 
         # z_Delta: what is left for the update when the bits have taken their share of z
-        sigma_b = mechanism.bit_noise
+        sigma_b = mechanism.bit_noise_stddev
         z = [g.noise_multiplier for g in mechanism.groups]
         z_update = [(zi**-2 - (2 * sigma_b) ** -2) ** -0.5 if zi > 0 and adaptive else zi for zi in z]
         r = [g.weight for g in mechanism.groups]

@@ -12,23 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from fedhdp import accounting
-from fedhdp.accounting import (
-    Spend,
-    best_of,
+from fedhdp.algorithms import local_only
+from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.privacy import accounting
+from fedhdp.privacy.accounting import (
+    PrivacyCost,
     compose,
     curve,
     epsilon,
-    epsilon_of,
-    prices,
-    rounded_up,
-    spend_of,
-    spends,
+    epsilon_best_of,
+    epsilon_reports,
+    format_epsilon,
+    gaussian_cost,
+    gaussian_epsilon,
+    privacy_costs,
 )
-from fedhdp.algorithms import local_only
-from fedhdp.calibration import calibrate, noise_multiplier_for
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
-from fedhdp.tuning import price_of_tuning
+from fedhdp.privacy.calibration import calibrate, noise_multiplier_for
+from fedhdp.privacy.tuning import tuning_reports
 
 
 def one_group(multiplier: float, rate: float = 0.05, **fields) -> Mechanism:
@@ -39,26 +39,26 @@ def one_group(multiplier: float, rate: float = 0.05, **fields) -> Mechanism:
     ("rate", "multiplier", "rdp", "pld"), [(0.05, 1.5, 3.608, 3.24), (0.03, 4, 0.576, 0.511), (0.03, 1, 4.122, 3.627)]
 )
 def test_the_papers_three_settings_cost_what_they_should(rate, multiplier, rdp, pld):
-    assert epsilon_of(multiplier, rate, 500, 1e-4, "rdp") == pytest.approx(rdp, abs=6e-4)
-    assert epsilon_of(multiplier, rate, 500, 1e-4, "pld") == pytest.approx(pld, abs=3e-3)
-    assert epsilon(one_group(multiplier, rate), 500, 1e-4)["private"] == epsilon_of(multiplier, rate, 500, 1e-4)
+    assert gaussian_epsilon(multiplier, rate, 500, 1e-4, "rdp") == pytest.approx(rdp, abs=6e-4)
+    assert gaussian_epsilon(multiplier, rate, 500, 1e-4, "pld") == pytest.approx(pld, abs=3e-3)
+    assert epsilon(one_group(multiplier, rate), 500, 1e-4)["private"] == gaussian_epsilon(multiplier, rate, 500, 1e-4)
 
 
 def test_fixed_cohorts_are_priced_without_replacement_and_replacing_one():
-    assert epsilon_of(1.5, 0.05, 500, 1e-4, sampling="fixed") == pytest.approx(8.03, abs=5e-3)
+    assert gaussian_epsilon(1.5, 0.05, 500, 1e-4, sampling="fixed") == pytest.approx(8.03, abs=5e-3)
 
 
 def test_fixed_cohorts_are_priced_at_the_rate_of_the_whole_clients_that_are_drawn():
     mechanism = Mechanism(groups=(PrivacyGroup("private", 55, 1.0, 0.1),), clip=1.0, sampling="fixed")
-    assert spends(mechanism)["private"].sampling_rate == 6 / 55
+    assert privacy_costs(mechanism)["private"].sampling_rate == 6 / 55
 
 
 def test_replacing_a_client_moves_a_clipped_sum_by_two_clips_and_a_mechanism_pays_for_both():
     """Everyone else sends −S; the client sends +S, or −S: fixed cohorts then differ by 2S whenever it comes."""
-    attack = epsilon_of(1.5 / 2, 0.05, 500, 1e-4, "pld")
+    attack = gaussian_epsilon(1.5 / 2, 0.05, 500, 1e-4, "pld")
     assert attack > 11  # so the 8.03 of noise 1.5 times the sensitivity is no price for noise of 1.5 clips
     priced = epsilon(one_group(1.5, sampling="fixed"), 500, 1e-4)["private"]
-    assert priced == epsilon_of(0.75, 0.05, 500, 1e-4, sampling="fixed")
+    assert priced == gaussian_epsilon(0.75, 0.05, 500, 1e-4, sampling="fixed")
     assert priced > attack
 
 
@@ -73,14 +73,14 @@ def hockey_stick(multiplier: float, rate: float, eps: float) -> float:
 @pytest.mark.parametrize(("multiplier", "rate", "eps"), [(0.8, 0.05, 1.0), (1.5, 0.3, 0.5), (0.5, 0.01, 2.0)])
 def test_one_round_agrees_with_the_closed_form_and_renyi_is_above_it(multiplier, rate, eps):
     delta = hockey_stick(multiplier, rate, eps)
-    assert epsilon_of(multiplier, rate, 1, delta, "pld") == pytest.approx(eps, rel=2e-3)
-    assert epsilon_of(multiplier, rate, 1, delta, "rdp") > eps
+    assert gaussian_epsilon(multiplier, rate, 1, delta, "pld") == pytest.approx(eps, rel=2e-3)
+    assert gaussian_epsilon(multiplier, rate, 1, delta, "rdp") > eps
 
 
 def test_many_rounds_of_everyone_agree_with_the_gaussian_closed_form():
     mu = math.sqrt(100) / 20  # 100 rounds at z = 20 are one Gaussian mechanism (Balle & Wang, 2018)
     delta = norm.cdf(mu / 2 - 1 / mu) - math.e * norm.cdf(-mu / 2 - 1 / mu)
-    assert epsilon_of(20, 1, 100, delta, "pld") == pytest.approx(1, rel=1e-3)
+    assert gaussian_epsilon(20, 1, 100, delta, "pld") == pytest.approx(1, rel=1e-3)
 
 
 def test_those_who_opted_out_cost_infinity_and_those_never_seen_nothing():
@@ -99,11 +99,11 @@ def test_those_who_opted_out_cost_infinity_and_those_never_seen_nothing():
 
 def test_the_clip_bits_are_charged_even_to_a_group_whose_updates_weigh_nothing():
     groups = (PrivacyGroup("silent", 500, 1.0, 0.1, weight=0.0), PrivacyGroup("loud", 500, 1.0, 0.1))
-    mechanism = Mechanism(groups=groups, clip=AdaptiveClip(1.0, bit_noise=5.0))
+    mechanism = Mechanism(groups=groups, clip=AdaptiveClip(1.0, bit_noise_stddev=5.0))
     cost = epsilon(mechanism, 100, 1e-5)
-    assert cost["silent"] == pytest.approx(epsilon_of(2 * 5.0, 0.1, 100, 1e-5))
+    assert cost["silent"] == pytest.approx(gaussian_epsilon(2 * 5.0, 0.1, 100, 1e-5))
     assert cost["silent"] > 0
-    assert cost["loud"] == pytest.approx(epsilon_of(1.0, 0.1, 100, 1e-5))
+    assert cost["loud"] == pytest.approx(gaussian_epsilon(1.0, 0.1, 100, 1e-5))
 
 
 names = st.sampled_from("abcd")
@@ -118,7 +118,7 @@ group = st.builds(
 mechanisms = st.builds(
     Mechanism,
     groups=st.lists(group, min_size=1, max_size=4, unique_by=lambda g: g.name).map(tuple),
-    clip=st.sampled_from([1.0, AdaptiveClip(0.5), AdaptiveClip(0.5, bit_noise=15.0)]),
+    clip=st.sampled_from([1.0, AdaptiveClip(0.5), AdaptiveClip(0.5, bit_noise_stddev=15.0)]),
     noise=st.sampled_from(["shared", "per_group"]),
 )
 
@@ -127,14 +127,14 @@ mechanisms = st.builds(
 @given(mechanisms)
 def test_what_is_priced_is_the_noise_that_the_server_adds(mechanism):
     """An adversary who knows all but one client sees at most its reach and half a bit, each over its noise."""
-    terms = mechanism.terms
+    terms = mechanism.round_params
     for g in mechanism.groups:
         if g.opted_out:
             continue
-        update = mechanism.reach(g) / float(terms.update_noise) if g.weight else 0.0
-        bit = 0.5 / float(terms.bit_noise) if isinstance(mechanism.clip, AdaptiveClip) else 0.0
+        update = mechanism.l2_sensitivity(g) / float(terms.update_noise_stddev) if g.weight else 0.0
+        bit = 0.5 / float(terms.bit_noise_stddev) if isinstance(mechanism.clip, AdaptiveClip) else 0.0
         seen = math.hypot(update, bit)
-        priced = 1 / spends(mechanism)[g.name].noise_multiplier
+        priced = 1 / privacy_costs(mechanism)[g.name].noise_multiplier
         assert seen <= priced * (1 + 1e-6)
         if mechanism.noise == "shared":
             assert seen == pytest.approx(priced, rel=1e-6)
@@ -147,8 +147,8 @@ def test_nobody_elses_choice_takes_a_group_above_its_promise(mechanism, multipli
     first, *others = mechanism.groups
     mine = msgspec.structs.replace(first, noise_multiplier=multiplier, weight=weight)
     strictest = max(g.noise_multiplier for g in (mine, *others))
-    clip = AdaptiveClip(1.0, bit_noise=strictest)
-    got = Mechanism(groups=(mine, *others), clip=clip, noise=mechanism.noise).multiplier(mine)
+    clip = AdaptiveClip(1.0, bit_noise_stddev=strictest)
+    got = Mechanism(groups=(mine, *others), clip=clip, noise=mechanism.noise).effective_noise_multiplier(mine)
     assert got >= multiplier * (1 - 1e-9)
 
 
@@ -158,7 +158,7 @@ def test_shared_noise_is_priced_at_the_multiplier_a_group_really_gets():
         epsilon(Mechanism(groups=groups, clip=1.0, noise=kind), 500, 1e-5) for kind in ("shared", "per_group")
     )
     assert shared["lax"] == shared["strict"] == own["strict"]
-    assert own["lax"] == epsilon_of(1.0, 0.05, 500, 1e-5)
+    assert own["lax"] == gaussian_epsilon(1.0, 0.05, 500, 1e-5)
 
 
 targets = st.one_of(st.just(math.inf), st.floats(0.3, 10))
@@ -177,7 +177,7 @@ def test_calibration_never_costs_more_than_asked_and_promises_within_one_percent
         for g in result.groups:
             assert cost[g.name] <= asked[g.name]
             if asked[g.name] < math.inf:
-                promised = epsilon_of(g.noise_multiplier, g.sampling_rate, rounds, delta, accountant)
+                promised = gaussian_epsilon(g.noise_multiplier, g.sampling_rate, rounds, delta, accountant)
                 assert 0.99 * asked[g.name] <= promised <= asked[g.name]
             else:
                 assert g.opted_out
@@ -199,7 +199,7 @@ def test_calibration_leaves_groups_alone_that_are_not_named_and_refuses_those_it
 def test_the_noise_for_an_epsilon_is_the_inverse_of_the_epsilon_for_a_noise():
     for accountant in ("rdp", "pld"):
         needed = noise_multiplier_for(3.6, 0.05, 500, 1e-4, accountant)
-        assert 3.6 * 0.99 <= epsilon_of(needed, 0.05, 500, 1e-4, accountant) <= 3.6
+        assert 3.6 * 0.99 <= gaussian_epsilon(needed, 0.05, 500, 1e-4, accountant) <= 3.6
     assert noise_multiplier_for(math.inf, 0.05, 500, 1e-4) == 0
 
 
@@ -208,11 +208,11 @@ def test_a_curve_grows_and_ends_at_the_epsilon_of_all_rounds():
         points = curve(1.5, 0.05, 500, 1e-4, accountant, points=5)
         assert [after for after, _ in points] == [100, 200, 300, 400, 500]
         assert np.all(np.diff([cost for _, cost in points]) > 0)
-        assert points[-1][1] == epsilon_of(1.5, 0.05, 500, 1e-4, accountant)
+        assert points[-1][1] == gaussian_epsilon(1.5, 0.05, 500, 1e-4, accountant)
 
 
 def test_runs_compose_to_more_than_each_and_less_than_their_sum():
-    first, second = Spend(1.5, 0.05, "poisson", 300), Spend(3.0, 0.1, "poisson", 200)
+    first, second = PrivacyCost(1.5, 0.05, "poisson", 300), PrivacyCost(3.0, 0.1, "poisson", 200)
     for accountant in ("rdp", "pld"):
         each = [compose([spent], 1e-5, accountant) for spent in (first, second)]
         assert max(each) < compose([first, second], 1e-5, accountant) < sum(each)
@@ -222,31 +222,31 @@ def test_runs_compose_to_more_than_each_and_less_than_their_sum():
 
 def test_samplers_of_different_adjacency_do_not_compose():
     with pytest.raises(ValueError, match=r"sampling must be the same .*\['fixed', 'poisson'\]"):
-        compose([Spend(1.5, 0.05, "poisson"), Spend(1.5, 0.05, "fixed")], 1e-5)
+        compose([PrivacyCost(1.5, 0.05, "poisson"), PrivacyCost(1.5, 0.05, "fixed")], 1e-5)
 
 
 def test_fixed_cohorts_have_no_pld_price_and_a_table_says_none():
     mechanism = one_group(1.5, sampling="fixed")
     with pytest.raises(ValueError, match="accountant must be 'rdp' where sampling is 'fixed', got 'pld'"):
-        prices(mechanism, 500, 1e-4, "pld")
-    [(rdp, pld)] = accounting.table(mechanism, 500, 1e-4)
+        epsilon_reports(mechanism, 500, 1e-4, "pld")
+    [(rdp, pld)] = accounting.reports_by_accountant(mechanism, 500, 1e-4)
     assert (rdp.accountant, pld) == ("rdp", None)
 
 
 def test_rounds_left_are_those_that_fit_and_not_one_more():
-    once, before = Spend(1.5, 0.05, "poisson"), [Spend(2.0, 0.1, "poisson", 50)]
+    once, before = PrivacyCost(1.5, 0.05, "poisson"), [PrivacyCost(2.0, 0.1, "poisson", 50)]
     left = accounting.rounds_left(before, once, 4.0, 1e-5)
     assert compose([*before, once._replace(rounds=left)], 1e-5) <= 4.0
     assert compose([*before, once._replace(rounds=left + 1)], 1e-5) > 4.0
     assert accounting.rounds_left(before, once, 0.1, 1e-5) == 0
-    assert accounting.rounds_left(before, Spend(math.inf, 0.05, "poisson"), 0.1, 1e-5) == math.inf
+    assert accounting.rounds_left(before, PrivacyCost(math.inf, 0.05, "poisson"), 0.1, 1e-5) == math.inf
 
 
 def test_every_price_is_printed_with_all_that_it_rests_on():
-    words = str(prices(one_group(1.5), 500, 1e-4, "pld")["private"])
+    words = str(epsilon_reports(one_group(1.5), 500, 1e-4, "pld")["private"])
     for part in ("3.23", "q 0.05", "z 1.5", "500 rounds", "delta 0.0001", "add or remove one", "Poisson", "PLD"):
         assert part in words
-    words = str(prices(one_group(1.5, sampling="fixed"), 500, 1e-4)["private"])
+    words = str(epsilon_reports(one_group(1.5, sampling="fixed"), 500, 1e-4)["private"])
     for part in ("22.4", "z 0.75", "without replacement", "replace one", "RDP"):
         assert part in words
 
@@ -255,8 +255,8 @@ def test_every_price_is_printed_with_all_that_it_rests_on():
 def test_tuning_costs_more_than_a_run_and_far_less_than_all_its_runs(shape):
     mechanism = one_group(4.0, 0.03)
     once = epsilon(mechanism, 500, 1e-5)["private"]
-    tuned = price_of_tuning([mechanism], 500, 1e-5, trials=20, shape=shape)["private"]
-    assert once < tuned.epsilon < compose([spends(mechanism, 500 * 20)["private"]], 1e-5)
+    tuned = tuning_reports([mechanism], 500, 1e-5, trials=20, shape=shape)["private"]
+    assert once < tuned.epsilon < compose([privacy_costs(mechanism, 500 * 20)["private"]], 1e-5)
     assert "20 trials" in tuned.basis
 
 
@@ -266,16 +266,16 @@ def test_tuning_pays_for_the_candidate_that_shows_most_of_a_group():
         return Mechanism(groups=(*groups, PrivacyGroup("open", 50, 0.0, 0.1)), clip=1.0)
 
     low, high = candidate(0.1), candidate(1.0)
-    both, worst = (price_of_tuning(c, 100, 1e-5, 10) for c in ([low, high], [low]))
+    both, worst = (tuning_reports(c, 100, 1e-5, 10) for c in ([low, high], [low]))
     assert both["lax"].epsilon == worst["lax"].epsilon  # noise of 1 there, of 4 in the other
-    assert both["lax"].epsilon > price_of_tuning([high], 100, 1e-5, 10)["lax"].epsilon
+    assert both["lax"].epsilon > tuning_reports([high], 100, 1e-5, 10)["lax"].epsilon
     assert both["open"].epsilon == math.inf
 
 
 def test_tuning_pays_for_the_candidate_that_draws_a_group_most_often():
     rare, often = one_group(4.0, 0.1), one_group(4.0, 0.2)
-    tuned = price_of_tuning([rare, often], 100, 1e-5, 10)["private"]
-    assert tuned.epsilon >= price_of_tuning([often], 100, 1e-5, 10)["private"].epsilon
+    tuned = tuning_reports([rare, often], 100, 1e-5, 10)["private"]
+    assert tuned.epsilon >= tuning_reports([often], 100, 1e-5, 10)["private"].epsilon
     assert tuned.sampling_rate == 0.2
 
 
@@ -283,7 +283,7 @@ def test_tuning_in_which_one_candidate_takes_a_groups_noise_away_costs_infinity(
     candidates = [one_group(4.0), one_group(0.0)]
     for rounds in (0, 100):  # also before the first, as for everyone who opted out
         assert epsilon(candidates[1], rounds, 1e-5)["private"] == math.inf
-        assert price_of_tuning(candidates, rounds, 1e-5, 10)["private"].epsilon == math.inf
+        assert tuning_reports(candidates, rounds, 1e-5, 10)["private"].epsilon == math.inf
 
 
 @pytest.mark.parametrize(
@@ -303,14 +303,14 @@ def test_tuning_in_which_one_candidate_takes_a_groups_noise_away_costs_infinity(
 )
 def test_a_bad_argument_is_named_with_its_value(arguments, named):
     with pytest.raises(ValueError, match=f"^{named} must be .*, got "):
-        epsilon_of(*arguments)
+        gaussian_epsilon(*arguments)
 
 
 def test_next_to_no_noise_is_priced_as_none_and_extremes_are_numbers():
     for accountant in ("rdp", "pld"):
-        assert epsilon_of(1e-9, 0.05, 1, 1e-5, accountant) == math.inf
+        assert gaussian_epsilon(1e-9, 0.05, 1, 1e-5, accountant) == math.inf
         for multiplier, rate, rounds in [(0.05, 1.0, 1000), (1e6, 0.5, 10**6), (0.5, 1e-5, 1000), (1.0, 1 - 1e-12, 3)]:
-            assert epsilon_of(multiplier, rate, rounds, 1e-5, accountant) >= 0
+            assert gaussian_epsilon(multiplier, rate, rounds, 1e-5, accountant) >= 0
 
 
 def test_importing_accounting_imports_neither_jax_nor_the_slow_library():
@@ -322,23 +322,25 @@ def test_importing_accounting_imports_neither_jax_nor_the_slow_library():
 
 
 def test_an_epsilon_is_never_printed_below_what_it_is():
-    assert rounded_up(8.0446, 2) == "8.05"
-    assert rounded_up(3.60807) == "3.609"
-    assert rounded_up(0.000139, 3) == "0.001"
-    assert (rounded_up(3.6), rounded_up(3.6, 2), rounded_up(12345.1)) == ("3.6", "3.60", "1.235e+04")
-    assert rounded_up(math.inf) == rounded_up(math.inf, 2) == "∞"
+    assert format_epsilon(8.0446, 2) == "8.05"
+    assert format_epsilon(3.60807) == "3.609"
+    assert format_epsilon(0.000139, 3) == "0.001"
+    assert (format_epsilon(3.6), format_epsilon(3.6, 2), format_epsilon(12345.1)) == ("3.6", "3.60", "1.235e+04")
+    assert format_epsilon(math.inf) == format_epsilon(math.inf, 2) == "∞"
 
 
 def test_of_two_bounds_the_smaller_is_told():
-    rdp, pld = (epsilon_of(1.0, 0.01, 1000, 1e-16, accountant) for accountant in ("rdp", "pld"))
+    rdp, pld = (gaussian_epsilon(1.0, 0.01, 1000, 1e-16, accountant) for accountant in ("rdp", "pld"))
     assert 0 < pld <= rdp < math.inf
-    assert epsilon_of(100.0, 0.9, 1000, 1e-5, sampling="fixed") <= epsilon_of(100.0, 1.0, 1000, 1e-5) * (1 + 1e-9)
+    assert gaussian_epsilon(100.0, 0.9, 1000, 1e-5, sampling="fixed") <= gaussian_epsilon(100.0, 1.0, 1000, 1e-5) * (
+        1 + 1e-9
+    )
 
 
 @pytest.mark.parametrize("rounds", [1, 10**6])
 def test_the_best_of_some_runs_never_costs_less_than_one(rounds):
-    run = spend_of(1e8, 0.5, rounds, "poisson")
-    assert best_of(run, 1, math.inf, 1e-12) >= compose([run], 1e-12) > 0
+    run = gaussian_cost(1e8, 0.5, rounds, "poisson")
+    assert epsilon_best_of(run, 1, math.inf, 1e-12) >= compose([run], 1e-12) > 0
 
 
 def test_noise_that_nothing_can_be_shown_to_keep_is_not_looked_for_for_ever():
@@ -350,18 +352,18 @@ def test_noise_that_nothing_can_be_shown_to_keep_is_not_looked_for_for_ever():
 
 def test_a_sampling_rate_is_never_priced_as_less():
     for rate in (1 / 3, 2 / 3, 0.1, 1e-11 / 3):
-        composed = accounting.event(accounting.Spend(1.0, rate, "fixed", 5))
+        composed = accounting.event(accounting.PrivacyCost(1.0, rate, "fixed", 5))
         assert composed.event.sample_size / composed.event.source_dataset_size >= rate
 
 
 def test_a_budget_is_kept_to_the_last_digit():
-    spent = [accounting.Spend(1.3, 0.1, "poisson", 7)]
+    spent = [accounting.PrivacyCost(1.3, 0.1, "poisson", 7)]
     cost = compose(spent, 1e-5)
-    assert accounting.fits(spent, cost, 1e-5)
-    assert not accounting.fits(spent, cost * (1 - 1e-9), 1e-5)
+    assert accounting.within_budget(spent, cost, 1e-5)
+    assert not accounting.within_budget(spent, cost * (1 - 1e-9), 1e-5)
 
 
 def test_what_sends_nothing_costs_nothing_whatever_the_clip():
     for clip in (1.0, AdaptiveClip(initial=1.0)):
         alone = local_only(mechanism_of((10, 0.0, 1.0), (20, 1.5, 0.1), clip=clip))
-        assert all(spent.free for spent in accounting.spends(alone, 500).values())
+        assert all(spent.free for spent in accounting.privacy_costs(alone, 500).values())

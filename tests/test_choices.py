@@ -9,17 +9,18 @@ import pytest
 from msgspec.structs import replace
 from test_experiments import command, onwards, same_run, tiny
 
-from fedhdp.accounting import fits
-from fedhdp.experiments.choices import PythonData, PythonModel
-from fedhdp.experiments.run import Interrupted, Progress, resume, run
-from fedhdp.experiments.spec import Experiment, find, from_toml, to_toml
-from fedhdp.ledger import Ledger, LedgerError
+from fedhdp.errors import LedgerError
+from fedhdp.experiments.components import PythonData, PythonModel
+from fedhdp.experiments.config import Experiment, find, from_toml, to_toml
+from fedhdp.experiments.runner import Interrupted, Progress, resume, run
+from fedhdp.privacy.accounting import within_budget
+from fedhdp.privacy.ledger import Ledger
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CODE = """
 import jax, jax.numpy as jnp, numpy as np
 from fedhdp.models import Model
-from fedhdp.population import Population, examples
+from fedhdp.data import Population, examples
 
 def population(seed):
     rng = np.random.default_rng(seed)
@@ -62,7 +63,7 @@ def test_the_example_runs_from_the_command_line_and_its_file_is_kept_with_its_su
 
 def test_the_files_data_and_model_are_what_is_trained(own, tmp_path):
     run(own, tmp_path / "run", onwards)
-    from fedhdp import results
+    from fedhdp.results import store as results
 
     assert results.read_arrays(tmp_path / "run/fedhdp/model.npz")["global/"].shape == (3, 2)
     bigger = rewritten(own, "jnp.zeros((3, 2))", "jnp.ones((3, 2))")
@@ -95,7 +96,7 @@ def test_a_ledger_knows_the_population_by_its_file_and_not_by_where_it_lies(own,
     for name in ("coins.py", "dice.py"):
         (tmp_path / "moved" / name).write_text(CODE + "# edited\n")
     run(replace(paying, data=PythonData(20, file=str(tmp_path / "moved/coins.py"))), tmp_path / "two", onwards)
-    with Ledger(tmp_path / "ledger.db", fits, read_only=True) as ledger:
+    with Ledger(tmp_path / "ledger.db", within_budget, read_only=True) as ledger:
         assert sum(rounds for *_, rounds in ledger.spent("private")) == 2
     other = replace(paying, data=PythonData(20, file=str(tmp_path / "moved/dice.py")))
     with pytest.raises(LedgerError, match=r"those of python \(clients 20, file coins.py\), seed 1, not of .* dice.py"):

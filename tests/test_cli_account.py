@@ -13,11 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fedhdp import accounting
-from fedhdp.accounting import spends
-from fedhdp.experiments.spec import from_toml
-from fedhdp.ledger import Ledger, LedgerError
+from fedhdp.errors import LedgerError
+from fedhdp.experiments.config import from_toml
 from fedhdp.mechanism import Mechanism, PrivacyGroup
+from fedhdp.privacy import accounting
+from fedhdp.privacy.accounting import privacy_costs
+from fedhdp.privacy.ledger import Ledger
 
 with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # typer's, about names in click
     from fedhdp import cli
@@ -131,8 +132,8 @@ def test_an_experiment_is_a_table_of_its_groups_once_for_variants_that_cost_the_
     ]
     opted_out, private = found["mechanisms"][2]["groups"]
     assert (opted_out["group"], opted_out["opted_out"], opted_out["epsilon"]) == ("opted out", True, None)
-    assert private["epsilon"] == pytest.approx(accounting.epsilon_of(1.5, 0.05, 500, 1e-4))
-    assert private["epsilon_pld"] == pytest.approx(accounting.epsilon_of(1.5, 0.05, 500, 1e-4, "pld"))
+    assert private["epsilon"] == pytest.approx(accounting.gaussian_epsilon(1.5, 0.05, 500, 1e-4))
+    assert private["epsilon_pld"] == pytest.approx(accounting.gaussian_epsilon(1.5, 0.05, 500, 1e-4, "pld"))
     assert private["epsilon_tuned"] > private["epsilon"]
     words = fedhdp("account", "quickstart")[0]
     assert re.search(r"private +1,900 +0\.05 +1\.5 +0\.0001 +3\.609 +3\.238", words)
@@ -149,7 +150,7 @@ def test_an_experiment_of_ones_own_is_priced_at_each_groups_own_delta_and_at_oth
     [only] = answer("account", fixed, "--rounds", 10)["mechanisms"]
     a, b = only["groups"]
     assert (a["delta"], b["delta"], a["rounds"], a["epsilon_pld"]) == (1e-6, 1e-4, 10, None)
-    assert a["epsilon"] == accounting.epsilon_of(max(2.0, b["noise_multiplier"]), 0.1, 10, 1e-6, sampling="fixed")
+    assert a["epsilon"] == accounting.gaussian_epsilon(max(2.0, b["noise_multiplier"]), 0.1, 10, 1e-6, sampling="fixed")
     assert 0 < b["epsilon"] <= 5
 
 
@@ -215,7 +216,7 @@ def test_a_flower_app_is_priced_level_by_level_before_anything_is_sent(fedhdp, a
     strict, relaxed, open_ = found["levels"]  # the strictest first: who says nothing gets it
     assert [level["level"] for level in found["levels"]] == ["strict", "relaxed", "open"]
     assert (strict["epsilon_pld"], relaxed["epsilon_pld"]) == (pytest.approx(2, rel=0.01), pytest.approx(8, rel=0.01))
-    assert strict["epsilon"] == accounting.epsilon_of(strict["noise_multiplier"], 0.8, 5, 1e-4)
+    assert strict["epsilon"] == accounting.gaussian_epsilon(strict["noise_multiplier"], 0.8, 5, 1e-4)
     assert (open_["opted_out"], open_["epsilon"]) == (True, None)
     longer = answer("account", APP / "pyproject.toml", "--rounds", 50)
     assert longer["levels"][0]["noise_multiplier"] > 2 * strict["noise_multiplier"]
@@ -223,7 +224,7 @@ def test_a_flower_app_is_priced_level_by_level_before_anything_is_sent(fedhdp, a
     budget = "\n[tool.flwr.app.config.budgets.strict]\nepsilon = 4.0\ndelta = 1e-4\n"
     (tmp_path / "pyproject.toml").write_text(changed + budget)
     by_noise = answer("account", tmp_path)["levels"][0]
-    assert (by_noise["epsilon"], by_noise["delta"]) == (accounting.epsilon_of(3.0, 0.8, 5, 1e-6), 1e-6)
+    assert (by_noise["epsilon"], by_noise["delta"]) == (accounting.gaussian_epsilon(3.0, 0.8, 5, 1e-6), 1e-6)
     assert by_noise["budget"] == 4.0
     words = fedhdp("account", APP)[0].splitlines()
     page = (DOCS.parent / "deployment.md").read_text()
@@ -268,15 +269,15 @@ def test_a_ledger_shows_budget_spending_and_rounds_left_from_before_the_first_ru
     assert "waits" in out
     [strict] = answer("ledger", "show", file)["groups"]
     assert (strict["budget"], strict["epsilon"], strict["clients"]) == ({"epsilon": 1.0, "delta": 1e-5}, 0, 0)
-    with Ledger(file, accounting.fits) as ledger:
+    with Ledger(file, accounting.within_budget) as ledger:
         ledger.begin("first", MECHANISM)
-        ledger.charge("first", spends(MECHANISM, 7))
+        ledger.charge("first", privacy_costs(MECHANISM, 7))
     found = answer("ledger", "show", file)
     opened, strict = found["groups"]
     assert (opened["group"], opened["opted_out"], opened["epsilon"]) == ("open", True, None)
-    once = spends(MECHANISM)["strict"]
-    assert strict["epsilon"] == accounting.epsilon_of(2.0, 0.1, 7, 1e-5)
-    assert strict["epsilon_pld"] == accounting.epsilon_of(2.0, 0.1, 7, 1e-5, "pld")
+    once = privacy_costs(MECHANISM)["strict"]
+    assert strict["epsilon"] == accounting.gaussian_epsilon(2.0, 0.1, 7, 1e-5)
+    assert strict["epsilon_pld"] == accounting.gaussian_epsilon(2.0, 0.1, 7, 1e-5, "pld")
     assert strict["rounds_left"] == accounting.rounds_left([once._replace(rounds=7)], once, 1.0, 1e-5) > 0
     assert strict["spent"] == [{"noise_multiplier": 2.0, "sampling_rate": 0.1, "sampling": "poisson", "rounds": 7}]
     assert [run["run"] for run in found["runs"]] == ["first"]
@@ -293,12 +294,12 @@ def test_a_promise_is_lowered_and_never_raised(fedhdp, answer, tmp_path):
 
 def test_a_ledger_of_mixed_cohorts_is_shown_with_a_note_instead_of_an_epsilon(answer, tmp_path):
     file = tmp_path / "population.ledger"
-    with Ledger(file, accounting.fits) as ledger:
+    with Ledger(file, accounting.within_budget) as ledger:
         for name, sampling in (("first", "poisson"), ("second", "fixed")):
             mechanism = msgspec.structs.replace(MECHANISM, sampling=sampling)
             ledger.begin(name, mechanism)
             with contextlib.nullcontext() if name == "first" else pytest.raises(LedgerError, match="cannot be added"):
-                ledger.charge(name, spends(mechanism))
+                ledger.charge(name, privacy_costs(mechanism))
     with sqlite3.connect(file) as written:  # as files were written before that was refused
         columns = '"group", noise_multiplier, sampling_rate'
         written.execute(f"INSERT INTO charges SELECT 'second', {columns}, 'fixed', 1, latest FROM charges")

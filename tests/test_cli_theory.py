@@ -160,7 +160,7 @@ def test_the_tables_of_the_page_are_those_the_command_prints(ask):
 
 def test_every_function_that_the_page_names_exists():
     folder = {path.stem: f"fedhdp.theory.{path.stem}" for path in Path(lr.__file__).parent.glob("[a-z]*.py")}
-    places = [importlib.import_module(name) for name in (*folder.values(), "fedhdp.report.theory_figures")]
+    places = [importlib.import_module(name) for name in (*folder.values(), "fedhdp.reproduction.theory.figures")]
     named = {name.replace("\\_", "_") for name in re.findall(r"\\texttt\{([^}=]+)\}", PAGE)}
     quoted = set(re.findall(r"(?<!`)`([A-Za-z_0-9.]+)(?:\(.*?\))?`(?!`)", PAGE)) - WORDS
     assert len(named) >= 8

@@ -22,6 +22,7 @@ from fedhdp.client import (
     shuffle,
     updates_in_full,
 )
+from fedhdp.engine.low_rank import direct, gram, in_span
 from fedhdp.models import (
     Model,
     cnn,
@@ -31,7 +32,6 @@ from fedhdp.models import (
     mlp,
     squared_error,
 )
-from fedhdp.span import direct, gram, in_span
 
 
 def clients(seed: int, model: Model, counts: list[int], shape: tuple[int, ...], capacity: int, classes: int):

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedhdp import convolution
-from fedhdp.convolution import PIXEL, Piece, Shape, as_product, convolve_and_halve, in_kernels
+from fedhdp.engine.kernels import convolution
+from fedhdp.engine.kernels.convolution import PIXEL, Piece, Shape, as_product, convolve_and_halve, in_kernels
 from fedhdp.models import dense
 
 

@@ -22,19 +22,20 @@ import numpy as np
 import pytest
 
 import fedhdp.cli
-from fedhdp.accounting import fits
-from fedhdp.datasets import directory, download, mnist, stored, tff
+from fedhdp.datasets import directory, mnist, stored
 from fedhdp.datasets.directory import File, data_directory
 from fedhdp.datasets.femnist import femnist
 from fedhdp.datasets.handwriting import handwriting
-from fedhdp.datasets.importing import import_files
-from fedhdp.datasets.splitting import nine_tenths
-from fedhdp.datasets.tff import parse_example
+from fedhdp.datasets.importers import download, tff
+from fedhdp.datasets.importers.importing import import_files
+from fedhdp.datasets.importers.tff import parse_example
+from fedhdp.datasets.splits import nine_tenths
 from fedhdp.datasets.tff_sizes import tff_sizes
 from fedhdp.experiments import EXPERIMENTS
-from fedhdp.experiments.choices import Femnist, Handwriting, Mnist
-from fedhdp.experiments.spec import from_toml, to_toml
-from fedhdp.ledger import Ledger
+from fedhdp.experiments.components import Femnist, Handwriting, Mnist
+from fedhdp.experiments.config import from_toml, to_toml
+from fedhdp.privacy.accounting import within_budget
+from fedhdp.privacy.ledger import Ledger
 
 RNG = np.random.default_rng(0)
 BESIDE = Path(__file__).parent.parent.parent / "shared" / "data"
@@ -141,7 +142,7 @@ def test_an_idx_file_that_is_short_or_wrong_is_refused_in_one_line_that_names_it
 
 
 def test_a_ledger_is_not_taken_for_data(tmp_path):
-    with Ledger(tmp_path / "population.ledger", fits):
+    with Ledger(tmp_path / "population.ledger", within_budget):
         pass
     with pytest.raises(ValueError, match="is no file of a known source"):
         import_files([tmp_path / "population.ledger"], quiet, tmp_path / "data")

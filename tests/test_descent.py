@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedhdp import convolution, descent
-from fedhdp.descent import Moving, descend, in_passing, times
+from fedhdp.engine import descent
+from fedhdp.engine.descent import Moving, descend, in_passing, times
+from fedhdp.engine.kernels import convolution
 from fedhdp.models import cnn, dense
 
 CLIENTS, MODELS = 3, 2

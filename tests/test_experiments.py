@@ -20,17 +20,21 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from fedhdp import accounting, outcome, results
-from fedhdp.accounting import compose, epsilon_of, fits, rounds_left, spends
 from fedhdp.cli.run import _print_table
+from fedhdp.errors import LedgerError
 from fedhdp.experiments import EXPERIMENTS
-from fedhdp.experiments.run import Interrupted, Progress, resume, run
-from fedhdp.experiments.spec import Experiment, LifetimeBudget, from_toml, to_toml
-from fedhdp.ledger import Ledger, LedgerError
+from fedhdp.experiments.config import Experiment, LifetimeBudget, from_toml, to_toml
+from fedhdp.experiments.runner import Interrupted, Progress, resume, run
 from fedhdp.mechanism import Mechanism, PrivacyGroup
-from fedhdp.outcome import GroupResult, Summary, VariantResult
-from fedhdp.results import DamagedRun, RunFolder
-from fedhdp.server import ServerStep
+from fedhdp.privacy import accounting
+from fedhdp.privacy.accounting import compose, gaussian_epsilon, privacy_costs, rounds_left, within_budget
+from fedhdp.privacy.ledger import Ledger
+from fedhdp.results import schema as outcome
+from fedhdp.results import store as results
+from fedhdp.results import tables
+from fedhdp.results.schema import GroupResult, Summary, VariantResult
+from fedhdp.results.store import DamagedRunError, RunDirectory
+from fedhdp.server import ServerOptimizer
 from fedhdp.simulation import Simulation
 
 TINY = Path(__file__).parent / "tiny.toml"
@@ -95,10 +99,10 @@ def test_every_built_in_experiment_runs_and_tells_each_groups_epsilon(name, tmp_
             else:
                 assert 0 < group.epsilon_pld <= group.epsilon * 1.001
                 assert "add or remove one client" in group.epsilon_basis
-    header, rows = outcome.table(summary.variants)
+    header, rows = tables.table(summary.variants)
     assert {len(row) for row in rows} == {len(header)}
-    lines = outcome.text_table(summary.variants).split("\n")
-    assert lines[len(rows) + 2 :] == outcome.footnotes(summary.variants)
+    lines = tables.format_table(summary.variants).split("\n")
+    assert lines[len(rows) + 2 :] == tables.footnotes(summary.variants)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -115,7 +119,7 @@ def test_what_is_kept_can_be_run_again_from_there_to_the_bit(whole, tmp_path):
 
 def test_the_history_is_tidy_and_ends_in_the_summary(whole):
     summary = results.read_value(whole / "summary.json", outcome.Summary)
-    rows = results.VariantFolder(whole / "fedhdp").history()
+    rows = results.VariantDirectory(whole / "fedhdp").history()
     assert sorted({row.round for row in rows}) == [4, 8, 12]
     last = {(row.group, row.model, row.metric): row.value for row in rows if row.round == 12}
     fedhdp = summary.variants[1]
@@ -150,7 +154,7 @@ def test_a_wanted_epsilon_is_kept_at_each_groups_own_delta():
     chosen = replace(tiny().mechanism, groups=groups).mechanism(12, 1e-4)
     for group, delta in zip(chosen.groups, (1e-4, 1e-6)):
         assert group.noise_multiplier > 0
-        assert 2.97 <= epsilon_of(group.noise_multiplier, group.sampling_rate, 12, delta, "pld") <= 3.0
+        assert 2.97 <= gaussian_epsilon(group.noise_multiplier, group.sampling_rate, 12, delta, "pld") <= 3.0
 
 
 def test_an_epsilon_is_told_at_its_groups_own_delta(tmp_path):
@@ -158,7 +162,7 @@ def test_an_epsilon_is_told_at_its_groups_own_delta(tmp_path):
     mechanism = replace(tiny().mechanism, groups=(open_, replace(private, delta=1e-6)))
     experiment = tiny(mechanism=mechanism, rounds=2, variants=tiny().variants[1:])
     group = run(experiment, tmp_path / "run", onwards).variants[0].groups[1]
-    spent = spends(mechanism.mechanism(2, experiment.delta), 2)["private"]
+    spent = privacy_costs(mechanism.mechanism(2, experiment.delta), 2)["private"]
     assert group.delta == 1e-6
     assert group.epsilon == pytest.approx(compose([spent], 1e-6))
     assert group.epsilon_pld == pytest.approx(compose([spent], 1e-6, "pld"))
@@ -174,7 +178,7 @@ def test_what_a_watcher_is_told_is_what_the_rounds_so_far_have_cost(tmp_path):
     assert told.pop(0) == {}
     assert list(told) == list(range(1, 13))
     for rounds, epsilon in told.items():
-        price = compose([spends(mechanism, rounds)["private"]], experiment.delta)
+        price = compose([privacy_costs(mechanism, rounds)["private"]], experiment.delta)
         assert epsilon == {"opted out": (math.inf, math.inf), "private": (price, price)}
     assert told[1]["private"] < told[4]["private"] < told[12]["private"]
 
@@ -277,7 +281,7 @@ def test_every_round_is_charged_before_it_is_played_and_resuming_charges_what_is
 
     def watch(progress: Progress) -> bool:
         if progress.round > 0:
-            with Ledger(path, fits, read_only=True) as ledger:
+            with Ledger(path, within_budget, read_only=True) as ledger:
                 charged.append((progress.round, ledger.runs()[0].charged))
         return progress.round != 5
 
@@ -285,7 +289,7 @@ def test_every_round_is_charged_before_it_is_played_and_resuming_charges_what_is
         run(experiment, folder, watch)
     assert charged == [(n, n) for n in range(1, 6)]
     resume(folder, onwards)
-    with Ledger(path, fits, read_only=True) as ledger:
+    with Ledger(path, within_budget, read_only=True) as ledger:
         assert ledger.runs()[0].charged == 12
         spent = compose(ledger.spent("private"), 1e-4, "pld")
     summary = results.read_value(folder / "summary.json", outcome.Summary)
@@ -303,7 +307,7 @@ def test_a_budget_stops_a_run_before_the_round_that_would_pass_it_and_its_result
     assert "would pass the budget of 'private', epsilon 5" in variant.stopped
     assert variant.server_accuracy is not None
     assert left[-1] < 12
-    with Ledger(path, fits, read_only=True) as ledger:
+    with Ledger(path, within_budget, read_only=True) as ledger:
         assert compose(ledger.spent("private"), 1e-4) <= 5.0
         assert ledger.runs()[0].charged == variant.rounds
     again = run(experiment, tmp_path / "again", onwards)  # another run finds nothing left
@@ -316,12 +320,12 @@ def test_a_watcher_is_told_how_many_rounds_the_ledger_has_left(tmp_path):
     experiment = tiny(
         ledger=str(path), noise_seed=None, budgets={"private": budget}, variants=tiny().variants[1:], rounds=4
     )
-    once = spends(experiment.mechanism.mechanism(4, experiment.delta))["private"]
+    once = privacy_costs(experiment.mechanism.mechanism(4, experiment.delta))["private"]
     told, wanted = [], []
 
     def watch(progress: Progress) -> bool:
         if progress.round > 0:
-            with Ledger(path, fits, read_only=True) as ledger:
+            with Ledger(path, within_budget, read_only=True) as ledger:
                 wanted.append({"private": rounds_left(ledger.spent("private"), once, 20.0, 1e-4)})
             told.append(progress.left())
         return True
@@ -339,7 +343,7 @@ def test_a_later_run_tightens_a_promised_budget_and_never_loosens_it(tmp_path):
         budgets = {"private": LifetimeBudget(*budget)}
         experiment = tiny(ledger=str(path), noise_seed=None, budgets=budgets, variants=tiny().variants[1:], rounds=1)
         run(experiment, tmp_path / f"run {number}", onwards)
-        with Ledger(path, fits, read_only=True) as ledger:
+        with Ledger(path, within_budget, read_only=True) as ledger:
             kept.append(tuple(ledger.budget("private")))
     assert kept == [(5.0, 1e-4)] * 3 + [(5.0, 1e-6), (3.0, 1e-6), (3.0, 1e-6)]
 
@@ -349,7 +353,7 @@ def test_noise_that_can_be_computed_again_is_charged_as_none(tmp_path):
     experiment = tiny(ledger=str(path), noise_seed=1, variants=tiny().variants[1:], rounds=2)
     (variant,) = run(experiment, tmp_path / "run", onwards).variants
     assert variant.repeatable
-    with Ledger(path, fits, read_only=True) as ledger:
+    with Ledger(path, within_budget, read_only=True) as ledger:
         assert compose(ledger.spent("private"), 1e-4) == math.inf
     (variant,) = run(replace(experiment, budgets=budget, noise_seed=None), tmp_path / "later", onwards).variants
     assert variant.rounds == 0
@@ -390,7 +394,7 @@ def test_a_resume_that_is_refused_can_be_made_good(tmp_path):
 def test_variants_that_memory_parts_are_still_drawn_the_same_cohorts_and_with_a_ledger_each_its_own(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("fedhdp.experiments.run.personal_room", lambda: 0)
+    monkeypatch.setattr("fedhdp.experiments.runner.personal_room", lambda: 0)
     drawn, draw = [], Simulation.draw_cohort
 
     def watched(simulation: Simulation, round: int) -> np.ndarray:
@@ -426,7 +430,7 @@ def test_another_population_has_a_ledger_of_its_own(tmp_path):
 
 def test_a_promise_is_not_passed_by_under_another_name_after_a_variant_in_which_nobody_chose(tmp_path):
     path = tmp_path / "population.ledger"
-    with Ledger(path, fits) as ledger:
+    with Ledger(path, within_budget) as ledger:
         ledger.promise("privat", 2.0, 1e-4)  # the group is called private
     local = replace(tiny().variants[0], name="alone", algorithm="local_only")
     fixed = replace(tiny().mechanism, clip=1.0)
@@ -437,7 +441,7 @@ def test_a_promise_is_not_passed_by_under_another_name_after_a_variant_in_which_
         ValueError, match="'privat' was promised a budget and has not been in a run, while 'private' is new"
     ):
         run(experiment, tmp_path / "run", onwards)
-    with Ledger(path, fits, read_only=True) as ledger:
+    with Ledger(path, within_budget, read_only=True) as ledger:
         assert ledger.groups() == ("privat",)
 
 
@@ -451,7 +455,7 @@ def test_training_alone_costs_nothing_and_training_without_noise_is_not_charged_
     plain = replace(local, name="plain", algorithm="non_private")
     with pytest.raises(ValueError, match="plain gives 'private' no noise"):
         run(replace(experiment, variants=(plain,)), tmp_path / "plain", onwards)
-    with Ledger(path, fits, read_only=True) as ledger:
+    with Ledger(path, within_budget, read_only=True) as ledger:
         assert compose(ledger.spent("private"), 1e-4) == 0
 
 
@@ -530,7 +534,7 @@ def test_a_run_may_go_on_without_the_group_whose_budget_is_spent(tmp_path):
     assert opted_out.rounds == 12
     assert 0 < private.rounds < 12
     assert private.epsilon <= 5.0
-    with Ledger(path, fits, read_only=True) as ledger:
+    with Ledger(path, within_budget, read_only=True) as ledger:
         assert compose(ledger.spent("private"), 1e-4) <= 5.0
 
 
@@ -568,7 +572,7 @@ def test_variants_that_sample_in_two_ways_are_not_charged_in_one_ledger(tmp_path
     run(replace(experiment, variants=both[:1]), tmp_path / "one", onwards)
     with pytest.raises(LedgerError, match="has spent by poisson sampling"):
         run(replace(experiment, variants=both[1:]), tmp_path / "other", onwards)
-    with Ledger(experiment.ledger, fits, read_only=True) as ledger:
+    with Ledger(experiment.ledger, within_budget, read_only=True) as ledger:
         assert [one.charged for one in ledger.runs()] == [12, 0]
 
 
@@ -576,7 +580,7 @@ def test_the_epsilons_of_a_run_that_left_a_group_out_are_those_of_what_was_reall
     experiment = of_three(tmp_path / "population.ledger", {"relaxed": 0.7, "strict": 3.0}, {"strict": 0.8})
     variant = run(experiment, tmp_path / "run", onwards).variants[0]
     assert 0 < variant.groups[2].rounds < variant.groups[1].rounds == 12
-    with Ledger(experiment.ledger, fits, read_only=True) as ledger:
+    with Ledger(experiment.ledger, within_budget, read_only=True) as ledger:
         for group in variant.groups[1:]:
             assert group.epsilon == pytest.approx(compose(ledger.spent(group.name), 1e-4), rel=1e-9)
 
@@ -602,7 +606,7 @@ def test_an_output_folder_that_holds_another_run_is_left_alone(whole):
 def test_a_folder_that_another_process_writes_to_is_left_alone(tmp_path):
     with pytest.raises(Interrupted):
         run(tiny(), tmp_path / "run", lambda progress: False)
-    with results.RunFolder.open(tmp_path / "run"), pytest.raises(ValueError, match="written by another process"):
+    with results.RunDirectory.open(tmp_path / "run"), pytest.raises(ValueError, match="written by another process"):
         resume(tmp_path / "run", onwards)
 
 
@@ -622,23 +626,23 @@ def test_a_damaged_run_folder_is_refused_in_one_line_and_nothing_is_lost(name, t
         run(tiny(), folder, lambda progress: progress.round != 6)
     (folder / name).write_bytes(DAMAGE[name])
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(DamagedRun, match=re.escape(name)) as error:
+    with pytest.raises(DamagedRunError, match=re.escape(name)) as error:
         resume(folder, onwards)
     assert "\n" not in str(error.value)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(DamagedRun, match="holds no run"):
+    with pytest.raises(DamagedRunError, match="holds no run"):
         resume(tmp_path, onwards)
 
 
 def test_a_half_written_file_is_never_read_as_a_whole_one(tmp_path, monkeypatch):
     path = tmp_path / "value.json"
-    results.write_whole(path, b'"old"')
+    results.atomic_write(path, b'"old"')
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("killed here")))
     with pytest.raises(OSError, match="killed here"):
-        results.write_whole(path, b'"new"')
+        results.atomic_write(path, b'"new"')
     assert path.read_bytes() == b'"old"'
 
 
@@ -790,14 +794,14 @@ def test_several_seeds_are_run_one_after_the_other_shown_as_means_and_gone_on_wi
 def test_what_was_asked_for_is_in_the_table():
     groups = [GroupResult(name, 5, True, 0.0, 0.1, 1.0, 0.1, 0.5, 0.01) for name in ("a", "b")]
     plain = VariantResult("plain", "fedhdp", 3, 1.0, False, groups, server_accuracy=0.5)
-    header, _ = outcome.table([plain])
+    header, _ = tables.table([plain])
     assert header == ["algorithm", "Acc_g", "g: b", "g: a", "Δ_g", "ε b", "ε a"]
     chosen = [replace(group, chosen_accuracy=0.75, chosen_variance=0.02) for group in groups]
-    header, (row,) = outcome.table([replace(plain, server_average_accuracy=0.625, groups=chosen)])
+    header, (row,) = tables.table([replace(plain, server_average_accuracy=0.625, groups=chosen)])
     assert header == ["algorithm", "Acc_g", "Acc_avg", "g: b", "g: a", "Δ_g", "c: b", "c: a", "Δ_c", "ε b", "ε a"]
     assert (row[2], row[6], row[8]) == ("62.50", "75.00 (2.00)", "0.00")
     with pytest.raises(ValueError, match="variants must be one or more"):
-        outcome.text_table([])
+        tables.format_table([])
 
 
 def test_list_and_version_answer():
@@ -827,13 +831,13 @@ def test_variants_that_differ_in_pulls_alone_share_one_global_training(tmp_path)
 def test_a_variant_may_have_its_own_server_and_training_on_the_same_cohorts(tmp_path):
     base = tiny(rounds=3)
     plain, other = base.variants[1], replace(base.variants[1], name="other")
-    changes = {"server": {"optimiser": "momentum", "learning_rate": 0.3}, "training": {"epochs": 2}}
+    changes = {"server": {"optimizer": "momentum", "learning_rate": 0.3}, "training": {"epochs": 2}}
     several = replace(base, variants=(plain, replace(other, **changes)))
     assert from_toml(to_toml(several), "x") == several
     run(several, tmp_path / "together", onwards)
     alone = replace(base, variants=(plain,))
     run(alone, tmp_path / "plain", onwards)
-    run(replace(alone, server=ServerStep("momentum", 0.3), training=replace(base.training, epochs=2)),
+    run(replace(alone, server=ServerOptimizer("momentum", 0.3), training=replace(base.training, epochs=2)),
         tmp_path / "other", onwards)  # fmt: skip
     for name, part in (("fedhdp", "plain"), ("other", "other")):
         models = [
@@ -844,7 +848,7 @@ def test_a_variant_may_have_its_own_server_and_training_on_the_same_cohorts(tmp_
     for wrong, said in (
         (
             {"server": {"optimizer": "adam"}},
-            "server of 'other': unknown field optimizer = 'adam'; did you mean optimiser?",
+            "server of 'other': unknown field optimizer = 'adam'; did you mean optimizer?",
         ),
         ({"training": {"epochs": 0}}, "epochs must be at least 1, got 0"),
         ({"training": {"proximal": 1e9}}, "proximal must be at least 0 and below"),
@@ -862,7 +866,7 @@ def test_a_variant_that_draws_other_cohorts_runs_by_itself(tmp_path):
 
 
 def test_personal_models_on_disk_are_gone_when_a_run_is_done(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedhdp.personal.personal_room", lambda: 0)
+    monkeypatch.setattr("fedhdp.engine.personal_store.personal_room", lambda: 0)
     folder, seen = tmp_path / "run", []
 
     def watch(progress: Progress) -> bool:
@@ -889,7 +893,7 @@ def test_with_a_ledger_pulls_are_charged_once_and_trainings_one_by_one(tmp_path)
     )
     ledger = tmp_path / "ledger.db"
     run(tiny(variants=(first, *both), ledger=str(ledger), rounds=2), tmp_path / "run", onwards)
-    with Ledger(ledger, fits) as opened:
+    with Ledger(ledger, within_budget) as opened:
         assert [(one.name.split("/")[1], one.charged) for one in opened.runs()] == [("DP-FedAvg", 2), ("weak", 2)]
 
 
@@ -932,7 +936,7 @@ def test_rounds_that_were_shown_and_are_played_again_are_paid_for_twice(tmp_path
     assert (variant.rounds, private.rounds) == (8, 8 + 6 + 4)
     mechanism = experiment.variants[0].mechanism(experiment.mechanism.mechanism(8, experiment.delta))
     assert private.epsilon == accounting.epsilon(mechanism, 18, experiment.delta)[private.name]
-    with RunFolder.open(tmp_path / "run") as folder:
+    with RunDirectory.open(tmp_path / "run") as folder:
         assert max(row.round for row in folder.variant(variant.name).history()) == 8
 
 
@@ -946,7 +950,9 @@ def test_noise_too_small_to_promise_anything_is_told_as_none():
     weak = Mechanism(
         (PrivacyGroup("weak", 10, 0.005, 0.5), PrivacyGroup("strong", 10, 2.0, 0.5, weight=1e-6)), clip=1.0
     )
-    weak_group, strong_group = outcome.group_results(weak, lambda name: [spends(weak, 5)[name]], lambda name: 1e-4)
+    weak_group, strong_group = outcome.account_groups(
+        weak, lambda name: [privacy_costs(weak, 5)[name]], lambda name: 1e-4
+    )
     assert (weak_group.opted_out, strong_group.opted_out) == (True, False)
     read = msgspec.json.decode(msgspec.json.encode(weak_group), type=type(weak_group))
-    assert outcome._epsilon(read) == "∞"
+    assert tables._epsilon(read) == "∞"

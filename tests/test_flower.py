@@ -24,16 +24,13 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from msgspec.structs import replace
 
-from fedhdp import results
-from fedhdp.accounting import compose, fits, spend
 from fedhdp.client import LocalTraining
-from fedhdp.experiments.run import resume
-from fedhdp.experiments.spec import LifetimeBudget
-from fedhdp.flower.built_in import built_in, score_with, start_model
+from fedhdp.experiments.config import LifetimeBudget
+from fedhdp.experiments.runner import resume
 from fedhdp.flower.client_app import Trainer, client_app
-from fedhdp.flower.client_folder import Folder, Memory, Promise, check
-from fedhdp.flower.deployment import Deployment, Level, from_run_config
-from fedhdp.flower.messages import (
+from fedhdp.flower.client_state import Folder, Memory, Promise, check
+from fedhdp.flower.config import Deployment, Level, from_run_config
+from fedhdp.flower.protocol import (
     Declined,
     Offer,
     Order,
@@ -48,14 +45,17 @@ from fedhdp.flower.messages import (
 )
 from fedhdp.flower.registry import Registry
 from fedhdp.flower.server_app import serve
-from fedhdp.flower.spending import Purse
+from fedhdp.flower.spending import DeploymentBilling
 from fedhdp.flower.strategy import FedHDP
-from fedhdp.ledger import Ledger
+from fedhdp.flower.trainer import built_in, score_with, start_model
 from fedhdp.mechanism import SERVER, AdaptiveClip
 from fedhdp.models import mlp
-from fedhdp.outcome import Summary
-from fedhdp.server import ServerStep
-from fedhdp.simulate import simulate
+from fedhdp.privacy.accounting import compose, privacy_cost, within_budget
+from fedhdp.privacy.ledger import Ledger
+from fedhdp.results import store as results
+from fedhdp.results.schema import Summary
+from fedhdp.server import ServerOptimizer
+from fedhdp.simulation import simulate
 
 SIZES = [4, 4, 8, 8, 8, 4, 8, 4]
 LEVELS = ["open"] * 2 + ["mid"] * 3 + ["strict"] * 3
@@ -121,7 +121,7 @@ def everyone(tmp_path: Path | None = None, app: ClientApp = APP) -> InProcessGri
     return InProcessGrid(nodes)
 
 
-def play(grid: InProcessGrid, wanted: Deployment) -> Summary:
+def run_round(grid: InProcessGrid, wanted: Deployment) -> Summary:
     return serve(grid, wanted, start_model(MODEL, SEED))
 
 
@@ -134,11 +134,11 @@ def model_of(wanted: Deployment) -> dict[str, np.ndarray]:
 
 
 def history_of(wanted: Deployment):
-    return results.VariantFolder(Path(wanted.out) / "fedhdp").history()
+    return results.VariantDirectory(Path(wanted.out) / "fedhdp").history()
 
 
 def charged(wanted: Deployment) -> int:
-    with Ledger(wanted.ledger, fits, read_only=True) as ledger:
+    with Ledger(wanted.ledger, within_budget, read_only=True) as ledger:
         return sum(run.charged for run in ledger.runs())
 
 
@@ -175,9 +175,9 @@ def equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 
 
 def test_flower_and_the_simulator_give_the_same_global_model_from_the_same_seeds(tmp_path):
-    step = ServerStep("momentum", average=0.5)
+    step = ServerOptimizer("momentum", average=0.5)
     wanted = deployment(tmp_path, rounds=4, server=step, evaluate_every=2, cohort_seed=7)
-    summary = play(everyone(), wanted)
+    summary = run_round(everyone(), wanted)
     mechanism = wanted.mechanism({"open": 2, "mid": 3, "strict": 3})
     simulated = simulate(POPULATION, MODEL, mechanism, TRAINING, wanted.server, 4, seed=SEED, noise_seed=7)
     deployed = model_of(wanted)
@@ -224,17 +224,17 @@ def test_with_either_seed_nothing_is_promised_and_the_ledger_is_charged_as_witho
     wanted = deployment(tmp_path, **seeds)
     assert wanted.repeatable
     assert play_plain(everyone(app=PLAIN), wanted).variants[0].repeatable
-    with Ledger(wanted.ledger, fits, read_only=True) as ledger:
+    with Ledger(wanted.ledger, within_budget, read_only=True) as ledger:
         assert {spent[0] for name in OFFER for spent in ledger.spent(name)} == {0.0}
 
 
 def test_flowers_own_loop_can_run_the_strategy(tmp_path):
     wanted = deployment(tmp_path)
-    grid, ledger = everyone(app=PLAIN), Ledger(wanted.ledger, fits)
+    grid, ledger = everyone(app=PLAIN), Ledger(wanted.ledger, within_budget)
     with ledger:
         registry = Registry(wanted, ledger, "run")
         registry.wait_for_enough(grid)
-        strategy = FedHDP(wanted, registry, Purse(wanted, ledger, "run", [], set()), "run", PLAIN_MODEL)
+        strategy = FedHDP(wanted, registry, DeploymentBilling(wanted, ledger, "run", [], set()), "run", PLAIN_MODEL)
         strategy.let_in(grid)
         result = strategy.start(grid, as_record(PLAIN_MODEL), num_rounds=3)
     other = deployment(tmp_path / "other", ledger=str(tmp_path / "another"))
@@ -346,13 +346,13 @@ def lost_one(tmp_path_factory):
     grid.tamper = lambda message, reply, node: (
         (drawn.append((node.id - 100, message.metadata.group_id)) if trains([message]) else None) or [reply]
     )
-    play(grid, wanted)
+    run_round(grid, wanted)
     whole = model_of(wanted)
     client = next(k for k, of_round in drawn if of_round == "1")
     wanted = deployment(tmp_path_factory.mktemp("lost too"))
     grid = everyone()
     grid.tamper = without(client, 1)
-    play(grid, wanted)
+    run_round(grid, wanted)
     assert not equal(whole, model_of(wanted))
     return client, model_of(wanted)
 
@@ -363,7 +363,7 @@ def test_rubbish_is_refused_and_counted_and_the_client_counts_as_absent(tmp_path
     client, model = lost_one
     wanted, grid = deployment(tmp_path), everyone()
     grid.tamper = lambda message, reply, node: [spoil(reply) if is_of(message, node, client, 1) else reply]
-    (variant,) = play(grid, wanted).variants
+    (variant,) = run_round(grid, wanted).variants
     assert equal(model_of(wanted), model)
     assert {group.name: group.refused for group in variant.groups if group.refused} == {LEVELS[client]: 1}
     told = {(row.group, row.metric): row.value for row in history_of(wanted) if row.metric.startswith("refused:")}
@@ -373,10 +373,10 @@ def test_rubbish_is_refused_and_counted_and_the_client_counts_as_absent(tmp_path
 def test_an_answer_to_a_message_that_was_never_sent_is_refused_and_counted(tmp_path):
     plain, wanted = deployment(tmp_path / "a"), deployment(tmp_path / "b")
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    play(everyone(), plain)
+    run_round(everyone(), plain)
     grid = everyone()
     grid.tamper = haunted
-    play(grid, wanted)
+    run_round(grid, wanted)
     assert equal(model_of(plain), model_of(wanted))
     sent = sum(row.value for row in history_of(wanted) if row.metric == "sent")
     strange = [row.value for row in history_of(wanted) if (row.group, row.metric) == (SERVER, "refused: replayed")]
@@ -399,10 +399,10 @@ def test_what_was_counted_before_a_crash_is_counted_after_it(tmp_path):
 def test_a_second_reply_to_the_same_message_is_refused_and_the_first_counts(tmp_path):
     plain, doubled = deployment(tmp_path / "a"), deployment(tmp_path / "b")
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    play(everyone(), plain)
+    run_round(everyone(), plain)
     grid = everyone()
     grid.tamper = lambda message, reply, node: [reply, reply] if trains([message]) else [reply]
-    (variant,) = play(grid, doubled).variants
+    (variant,) = run_round(grid, doubled).variants
     assert equal(model_of(plain), model_of(doubled))
     sent = sum(row.value for row in history_of(doubled) if row.metric == "sent")
     assert sum(group.refused for group in variant.groups) == sent > 0
@@ -420,7 +420,7 @@ def test_an_answer_of_an_earlier_round_is_not_taken_for_a_new_one(tmp_path, lost
         return [reply]
 
     grid.tamper = replay
-    (variant,) = play(grid, wanted).variants
+    (variant,) = run_round(grid, wanted).variants
     assert equal(model_of(wanted), model)
     assert sum(group.refused for group in variant.groups) == 1
 
@@ -432,7 +432,7 @@ def test_a_client_that_fails_or_is_late_counts_as_absent_and_is_not_refused(tmp_
     grid.tamper = lambda message, reply, node: (
         [broken.answer(message)] if is_of(message, node, client, 1) else [reply]  # it has no data: its app raises
     )
-    (variant,) = play(grid, wanted).variants
+    (variant,) = run_round(grid, wanted).variants
     assert equal(model_of(wanted), model)
     assert sum(group.refused for group in variant.groups) == 0
 
@@ -453,7 +453,7 @@ def test_an_update_is_clipped_by_the_server_whatever_the_client_did(tmp_path):
 
 
 def held(wanted: Deployment) -> list[str]:
-    with Ledger(wanted.ledger, fits, read_only=True) as ledger:
+    with Ledger(wanted.ledger, within_budget, read_only=True) as ledger:
         return list(ledger.registered().values())
 
 
@@ -510,7 +510,7 @@ def test_a_node_that_goes_before_it_has_answered_is_not_registered(tmp_path):
     wanted = deployment(tmp_path)
     grid = InProcessGrid([Node(1, PLAIN, privacy="open"), Node(2, PLAIN)])
     grid.tamper = lambda message, reply, node: [] if node.id == 2 else [reply]
-    with Ledger(wanted.ledger, fits) as ledger:
+    with Ledger(wanted.ledger, within_budget) as ledger:
         registry = Registry(wanted, ledger, "run")
         registry.listen(grid)
         del grid.nodes[2]
@@ -521,7 +521,7 @@ def test_a_node_that_goes_before_it_has_answered_is_not_registered(tmp_path):
 def test_nobody_can_claim_to_be_a_node_of_another_number(tmp_path):
     impostor = client_app(add_one)
     wanted = deployment(tmp_path)
-    with Ledger(wanted.ledger, fits) as ledger:
+    with Ledger(wanted.ledger, within_budget) as ledger:
         registry = Registry(wanted, ledger, "run")
         grid = InProcessGrid([Node(1, PLAIN), Node(2, impostor)])
         grid.tamper = lambda message, reply, node: [
@@ -534,7 +534,7 @@ def test_nobody_can_claim_to_be_a_node_of_another_number(tmp_path):
 def test_a_client_is_known_again_after_a_restart_and_by_nobody_else_while_it_is_connected(tmp_path):
     wanted = deployment(tmp_path, rounds=1)
     first, copy = (Node(i, PLAIN, privacy="open", directory=str(tmp_path / "me")) for i in (1, 2))
-    with Ledger(wanted.ledger, fits) as ledger:
+    with Ledger(wanted.ledger, within_budget) as ledger:
         registry = Registry(wanted, ledger, "run")
         grid = InProcessGrid([first, copy])
         registry.listen(grid)
@@ -569,7 +569,7 @@ def test_a_round_in_which_nobody_is_drawn_or_reachable_is_charged_too(tmp_path):
 def budgeted(tmp_path, when_spent: str) -> Deployment:
     levels = {name: replace(level, sampling_rate=1.0) for name, level in OFFER.items()}
     mechanism = deployment(tmp_path, levels=levels).mechanism({"open": 2, "mid": 3, "strict": 3})
-    two_rounds = compose([spend(mechanism, mechanism.groups[1], 2)], 1e-4)
+    two_rounds = compose([privacy_cost(mechanism, mechanism.groups[1], 2)], 1e-4)
     budgets = {"mid": LifetimeBudget(two_rounds * 1.001, 1e-4)}
     return deployment(tmp_path, levels=levels, rounds=5, budgets=budgets, when_spent=when_spent, **UNSEEDED)
 
@@ -586,8 +586,8 @@ def test_a_later_deployment_tightens_a_promised_budget_and_never_loosens_it(tmp_
     wanted = [(5.0, 1e-4), (9.0, 1e-4), (5.0, 1e-3), (9.0, 1e-6), (3.0, 1e-3), (4.0, 1e-5)]
     kept = []
     for budget in wanted:
-        with Ledger(tmp_path / "ledger", fits) as ledger:
-            Purse(deployment(tmp_path, budgets={"mid": LifetimeBudget(*budget)}), ledger, "run", [], set())
+        with Ledger(tmp_path / "ledger", within_budget) as ledger:
+            DeploymentBilling(deployment(tmp_path, budgets={"mid": LifetimeBudget(*budget)}), ledger, "run", [], set())
             kept.append(tuple(ledger.budget("mid")))
     assert kept == [(5.0, 1e-4)] * 3 + [(5.0, 1e-6), (3.0, 1e-6), (3.0, 1e-6)]
 
@@ -598,7 +598,7 @@ def test_an_epsilon_is_told_at_its_levels_own_delta(tmp_path):
     (variant,) = play_plain(everyone(app=PLAIN), wanted).variants
     mid, strict = variant.groups[1:]
     assert (mid.delta, strict.delta) == (1e-6, 1e-4)
-    with Ledger(wanted.ledger, fits, read_only=True) as ledger:
+    with Ledger(wanted.ledger, within_budget, read_only=True) as ledger:
         for group in (mid, strict):
             assert group.epsilon == pytest.approx(compose(ledger.spent(group.name), group.delta))
             assert group.epsilon_pld == pytest.approx(compose(ledger.spent(group.name), group.delta, "pld"))
@@ -617,7 +617,7 @@ def test_a_group_whose_budget_is_spent_is_left_out_and_sent_nothing(tmp_path):
     mid, strict = variant.groups[1:]
     assert (mid.sampling_rate, mid.rounds) == (1.0, 2)  # what it was promised, not what it has since
     assert "q 1," in mid.epsilon_basis
-    with Ledger(wanted.ledger, fits, read_only=True) as ledger:
+    with Ledger(wanted.ledger, within_budget, read_only=True) as ledger:
         assert strict.epsilon == pytest.approx(compose(ledger.spent("strict"), 1e-4))
 
 
@@ -654,7 +654,7 @@ def test_a_client_that_joins_late_takes_part_and_the_epsilons_of_both_mechanisms
     rounds = [int(m.metadata.group_id) for m in late.heard if trains([m])]
     assert rounds == [2, 3]
     assert [group.clients for group in variant.groups] == [2, 3, 3]
-    with Ledger(wanted.ledger, fits, read_only=True) as ledger:
+    with Ledger(wanted.ledger, within_budget, read_only=True) as ledger:
         assert [run.charged for run in ledger.runs()] == [2, 2]
         assert [run.mechanism.clients for run in ledger.runs()] == [7, 8]
         assert variant.groups[2].epsilon == pytest.approx(compose(ledger.spent("strict"), 1e-4))
@@ -664,7 +664,7 @@ def test_a_client_that_joins_late_takes_part_and_the_epsilons_of_both_mechanisms
 def test_a_run_that_crashed_goes_on_to_the_same_model_and_what_was_sent_twice_is_charged_twice(
     tmp_path, moment, monkeypatch
 ):
-    server = ServerStep("adam", learning_rate=0.1, average=0.9)
+    server = ServerOptimizer("adam", learning_rate=0.1, average=0.9)
     whole = deployment(tmp_path / "whole", rounds=5, server=server)
     broken = deployment(tmp_path / "broken", rounds=5, server=server)
     (tmp_path / "whole").mkdir(), (tmp_path / "broken").mkdir()
@@ -676,7 +676,7 @@ def test_a_run_that_crashed_goes_on_to_the_same_model_and_what_was_sent_twice_is
         with pytest.raises(Crash):
             play_plain(grid, broken)
     else:
-        append = results.VariantFolder.append_history
+        append = results.VariantDirectory.append_history
 
         def append_or_crash(self, rows):
             append(self, rows)
@@ -684,7 +684,7 @@ def test_a_run_that_crashed_goes_on_to_the_same_model_and_what_was_sent_twice_is
                 raise Crash
 
         with monkeypatch.context() as patch:
-            patch.setattr(results.VariantFolder, "append_history", append_or_crash)
+            patch.setattr(results.VariantDirectory, "append_history", append_or_crash)
             with pytest.raises(Crash):
                 play_plain(grid, broken)
     assert charged(broken) == 3
@@ -718,7 +718,7 @@ def test_a_crash_in_the_first_round_of_a_newcomer_is_charged_under_a_name_of_its
         play_plain(grid, wanted)
     (variant,) = play_plain(everyone(tmp_path, PLAIN), wanted).variants
     assert [group.clients for group in variant.groups] == [2, 3, 3]
-    with Ledger(wanted.ledger, fits, read_only=True) as ledger:
+    with Ledger(wanted.ledger, within_budget, read_only=True) as ledger:
         assert [(run.charged, run.mechanism.clients) for run in ledger.runs()] == [(2, 6), (1, 7), (2, 8)]
     assert variant.groups[2].rounds == 5
     assert "3 mechanisms composed" in variant.groups[2].epsilon_basis
@@ -727,7 +727,7 @@ def test_a_crash_in_the_first_round_of_a_newcomer_is_charged_under_a_name_of_its
 def test_the_simulator_says_how_a_deployment_goes_on(tmp_path):
     wanted = deployment(tmp_path)
     play_plain(everyone(app=PLAIN), wanted)
-    with pytest.raises(results.DamagedRun, match="a deployment goes on when its ServerApp is submitted again"):
+    with pytest.raises(results.DamagedRunError, match="a deployment goes on when its ServerApp is submitted again"):
         resume(Path(wanted.out), lambda progress: True)
 
 
@@ -954,7 +954,7 @@ def test_a_client_with_a_budget_takes_no_part_in_a_run_from_seeds_and_one_withou
             noise for message in heard(node, "query") for noise in message.content["offer"]["noise_multiplier"]
         } == {0.0}
         assert {message.content["order"]["noise_multiplier"] for message in heard(node, "train")} <= {0.0}
-    with Ledger(tmp_path / "without" / "me" / "client.ledger", fits, read_only=True) as ledger:
+    with Ledger(tmp_path / "without" / "me" / "client.ledger", within_budget, read_only=True) as ledger:
         assert {multiplier for multiplier, *_ in ledger.spent("this client")} == {0.0}
 
 
@@ -1102,7 +1102,7 @@ def test_a_client_counts_every_round_of_a_run_also_those_after_it_was_last_drawn
         wanted = deployment(tmp_path, levels=levels, rounds=8, clip=1.0, out=str(tmp_path / out))
         play_plain(InProcessGrid([node]), wanted)
     assert len(heard(node, "train")) < 16
-    with Ledger(tmp_path / "me" / "client.ledger", fits, read_only=True) as ledger:
+    with Ledger(tmp_path / "me" / "client.ledger", within_budget, read_only=True) as ledger:
         assert sum(rounds for *_, rounds in ledger.spent("this client")) == 16
 
 
@@ -1111,7 +1111,7 @@ def test_a_client_that_is_sent_the_same_round_again_and_again_counts_each_of_the
     play_plain(InProcessGrid([node]), wanted)
     message = heard(node, "train")[0]  # the server says that one round is charged
     assert all("update" in node.answer(message).content for _ in range(3))
-    with Ledger(tmp_path / "me" / "client.ledger", fits, read_only=True) as ledger:
+    with Ledger(tmp_path / "me" / "client.ledger", within_budget, read_only=True) as ledger:
         assert sum(rounds for *_, rounds in ledger.spent("this client")) == 5
 
 
@@ -1151,7 +1151,7 @@ def test_a_client_counts_what_it_was_promised_and_is_not_told_what_others_choice
     orders = [dict(message.content["order"]) for message in heard(node, "train")]
     assert all(set(order) == set(orders[0]) for order in orders)
     assert {order["noise_multiplier"] for order in orders} == {0.7}
-    with Ledger(tmp_path / "me" / "client.ledger", fits, read_only=True) as ledger:
+    with Ledger(tmp_path / "me" / "client.ledger", within_budget, read_only=True) as ledger:
         ((multiplier, rate, _, rounds),) = ledger.spent("this client")
     assert (multiplier, rate, rounds) == (0.7, 0.5, 12)
 
@@ -1165,7 +1165,7 @@ def test_a_client_that_comes_late_does_not_count_the_rounds_before(tmp_path):
 
     grid.on_push = join
     play_plain(grid, deployment(tmp_path, levels=ALWAYS, rounds=6))
-    with Ledger(tmp_path / "me" / "client.ledger", fits, read_only=True) as ledger:
+    with Ledger(tmp_path / "me" / "client.ledger", within_budget, read_only=True) as ledger:
         assert sum(rounds for *_, rounds in ledger.spent("this client")) == 2
 
 
@@ -1226,7 +1226,7 @@ def test_a_run_that_died_before_its_summary_is_not_run_again(tmp_path):
 
 def test_personal_models_of_several_kinds_are_kept_beside_each_other(tmp_path):
     folder, other = Folder(tmp_path / "me"), {"other": np.ones(2, np.float32)}
-    folder.keep_personal(other)
+    folder.make_personal_store(other)
     play_plain(InProcessGrid([one_client(tmp_path)]), deployment(tmp_path, levels=ALWAYS, rounds=1))
     assert equal(folder.personal(other), other)
     assert set(folder.personal(PLAIN_MODEL)) == set(PLAIN_MODEL)
@@ -1381,7 +1381,7 @@ def test_a_deployments_folder_reads_like_a_simulations(tmp_path):
     score = score_with(MODEL, POPULATION.server_x_N, POPULATION.server_y_N)
     summary = serve(everyone(), wanted, start_model(MODEL, SEED), score)
     assert results.read_value(Path(wanted.out) / results.SUMMARY, Summary) == summary
-    assert results.VariantFolder(Path(wanted.out) / "fedhdp").result() == summary.variants[0]
+    assert results.VariantDirectory(Path(wanted.out) / "fedhdp").result() == summary.variants[0]
     assert summary.variants[0].server_accuracy == pytest.approx(
         score({name.removeprefix("global/"): array for name, array in model_of(wanted).items()})
     )

@@ -16,11 +16,11 @@ from flower_grid import InProcessGrid, Node
 from flwr.app import Context, RecordDict
 
 from fedhdp.client import LocalTraining
-from fedhdp.flower.built_in import _parameters, built_in, start_model
-from fedhdp.flower.deployment import from_run_config
+from fedhdp.flower.config import from_run_config
+from fedhdp.flower.trainer import _parameters, built_in, start_model
 from fedhdp.models import mlp
-from fedhdp.outcome import Summary
-from fedhdp.results import SUMMARY, read_value
+from fedhdp.results.schema import Summary
+from fedhdp.results.store import SUMMARY, read_value
 
 APP = Path(__file__).parent.parent / "examples" / "flower_app"
 OWNERS = ("open", "relaxed", "relaxed", "strict", None)
@@ -46,7 +46,7 @@ def run_config(tmp_path, **others):
     return dict(flat(app["config"])) | {"out": str(tmp_path / "run"), "ledger": str(tmp_path / "ledger")} | others
 
 
-def play(app, server, config) -> Summary:
+def run_round(app, server, config) -> Summary:
     nodes = []
     for number, level in enumerate(OWNERS):
         node = Node(number + 1, app, **{"partition-id": number}, **({} if level is None else {"privacy": level}))
@@ -58,7 +58,7 @@ def play(app, server, config) -> Summary:
 
 def test_the_example_trains_to_a_table_with_three_levels(tmp_path, modules):
     config = run_config(tmp_path, rounds=2, **{"app.samples": 20})
-    (variant,) = play(modules("client_app").app, modules("server_app").app, config).variants
+    (variant,) = run_round(modules("client_app").app, modules("server_app").app, config).variants
     assert {group.name: group.clients for group in variant.groups} == {"open": 1, "relaxed": 2, "strict": 2}
     assert variant.server_accuracy > 0.1
     assert all(group.personal_accuracy > 0.2 for group in variant.groups)
@@ -84,7 +84,7 @@ def test_the_examples_network_on_named_arrays_is_its_model(modules):
 def test_the_pytorch_client_runs_in_the_same_app(tmp_path, modules):
     pytest.importorskip("torch", reason="PyTorch is not installed")
     config = run_config(tmp_path, rounds=2, **{"app.samples": 20})
-    (variant,) = play(modules("torch_client").app, modules("server_app").app, config).variants
+    (variant,) = run_round(modules("torch_client").app, modules("server_app").app, config).variants
     assert sum(group.refused for group in variant.groups) == 0
     assert all(group.personal_accuracy > 0.2 for group in variant.groups)
 

@@ -15,10 +15,10 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedhdp[flower]'")
 
-from fedhdp import results
-from fedhdp.accounting import fits
-from fedhdp.ledger import Ledger
-from fedhdp.outcome import Summary
+from fedhdp.privacy.accounting import within_budget
+from fedhdp.privacy.ledger import Ledger
+from fedhdp.results import store as results
+from fedhdp.results.schema import Summary
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples" / "flower_app"))
@@ -119,15 +119,15 @@ class Site:
 
     def rounds_done(self) -> int:
         part = self.out / "fedhdp"
-        rows = results.VariantFolder(part).history() if part.exists() else []
+        rows = results.VariantDirectory(part).history() if part.exists() else []
         return max((row.round for row in rows), default=0)
 
     def charged(self) -> int:
-        with Ledger(self.ledger, fits, read_only=True) as ledger:
+        with Ledger(self.ledger, within_budget, read_only=True) as ledger:
             return sum(run.charged for run in ledger.runs())
 
     def registered(self) -> list[str]:
-        with Ledger(self.ledger, fits, read_only=True) as ledger:
+        with Ledger(self.ledger, within_budget, read_only=True) as ledger:
             return list(ledger.registered().values())
 
 
@@ -198,7 +198,7 @@ def test_a_server_that_is_killed_goes_on_in_a_new_run_and_the_ledger_never_count
     assert site.registered() == ["strict", "strict"]
     assert site.charged() >= max(len(heard(client)) for client in clients) >= 4
     assert site.charged() >= (5 if done == 1 else 4)  # the round that was under way is charged again
-    rows = results.VariantFolder(site.out / "fedhdp").history()
+    rows = results.VariantDirectory(site.out / "fedhdp").history()
     assert [row.round for row in rows if row.metric == "clip"] == [1, 2, 3, 4]
     epsilon = [row.value for row in rows if (row.group, row.metric) == ("strict", "epsilon")]
     assert epsilon == sorted(epsilon)

@@ -15,10 +15,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fedhdp import accounting
-from fedhdp.accounting import Spend, compose, rounds_left, spends
-from fedhdp.ledger import BudgetError, Ledger, LedgerError
+from fedhdp.errors import LedgerError
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.privacy import accounting
+from fedhdp.privacy.accounting import PrivacyCost, compose, privacy_costs, rounds_left
+from fedhdp.privacy.ledger import BudgetError, Ledger
 
 MECHANISM = Mechanism(
     groups=(
@@ -28,11 +29,11 @@ MECHANISM = Mechanism(
     ),
     clip=AdaptiveClip(1.0),
 )
-ROUND = spends(MECHANISM)
+ROUND = privacy_costs(MECHANISM)
 
 
 def open_ledger(path: Path, **options) -> Ledger:
-    return Ledger(path, accounting.fits, **options)
+    return Ledger(path, accounting.within_budget, **options)
 
 
 @pytest.fixture
@@ -68,9 +69,9 @@ def test_epsilon_over_the_ledger_composes_all_runs(ledger):
     ledger.begin("other", other)
     for _ in range(20):
         ledger.charge("run", ROUND)
-        ledger.charge("other", spends(other))
+        ledger.charge("other", privacy_costs(other))
     assert compose(ledger.spent("strict"), 1e-5) == compose(
-        [spends(MECHANISM, 20)["strict"], spends(other, 20)["strict"]], 1e-5
+        [privacy_costs(MECHANISM, 20)["strict"], privacy_costs(other, 20)["strict"]], 1e-5
     )
     assert compose(ledger.spent("open"), 1e-5) == math.inf
 
@@ -111,7 +112,7 @@ def test_a_group_whose_updates_weigh_nothing_still_pays_for_its_bits(ledger):
     ledger.promise("strict", 1e-3, 1e-5)
     groups = tuple(msgspec.structs.replace(g, weight=0.0) if g.name == "strict" else g for g in MECHANISM.groups)
     with pytest.raises(BudgetError, match="strict"):
-        ledger.charge("run", spends(msgspec.structs.replace(MECHANISM, groups=groups)))
+        ledger.charge("run", privacy_costs(msgspec.structs.replace(MECHANISM, groups=groups)))
 
 
 def test_budgets_hold_over_all_runs_together(ledger):
@@ -173,7 +174,11 @@ def test_nothing_is_charged_to_an_unknown_run_or_group_or_with_a_number_that_is_
         ledger.charge("walk", ROUND)
     with pytest.raises(LedgerError, match="no group 'nobody'"):
         ledger.charge("run", ROUND | {"nobody": ROUND["lax"]})
-    for bad in (Spend(math.nan, 0.1, "poisson"), Spend(1.0, math.nan, "poisson"), Spend(1.0, 0.1, "poisson", -5)):
+    for bad in (
+        PrivacyCost(math.nan, 0.1, "poisson"),
+        PrivacyCost(1.0, math.nan, "poisson"),
+        PrivacyCost(1.0, 0.1, "poisson", -5),
+    ):
         with pytest.raises(ValueError, match="of 'lax' must be"):
             ledger.charge("run", ROUND | {"lax": bad})
     assert rounds_of(ledger, "strict") == 0
@@ -232,7 +237,7 @@ def test_processes_racing_for_the_last_rounds_lose_no_charge_and_pass_no_budget(
 
 def test_processes_that_make_one_ledger_at_once_all_get_it(path):
     code = (
-        "import sys; from fedhdp.ledger import Ledger; from tests.test_ledger import MECHANISM, ROUND\n"
+        "import sys; from fedhdp.privacy.ledger import Ledger; from tests.test_ledger import MECHANISM, ROUND\n"
         "with Ledger(sys.argv[1], lambda *_: True) as ledger:\n"
         "    ledger.begin(sys.argv[2], MECHANISM); ledger.charge(sys.argv[2], ROUND)"
     )
@@ -245,7 +250,7 @@ def test_processes_that_make_one_ledger_at_once_all_get_it(path):
 
 def test_a_process_killed_between_charge_and_result_leaves_the_charge(path):
     code = (
-        "import os, signal, sys; from fedhdp.ledger import Ledger; from tests.test_ledger import MECHANISM, ROUND\n"
+        "import os, signal, sys; from fedhdp.privacy.ledger import Ledger; from tests.test_ledger import MECHANISM, ROUND\n"
         "ledger = Ledger(sys.argv[1], lambda *_: True); ledger.begin('run', MECHANISM)\n"
         "ledger.charge('run', ROUND); ledger.charge('run', ROUND)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -260,7 +265,7 @@ def test_a_process_killed_between_charge_and_result_leaves_the_charge(path):
 
 def test_a_process_killed_while_it_prices_leaves_no_charge_and_no_lock(path):
     code = (
-        "import os, signal, sys; from fedhdp.ledger import Ledger; from tests.test_ledger import MECHANISM, ROUND\n"
+        "import os, signal, sys; from fedhdp.privacy.ledger import Ledger; from tests.test_ledger import MECHANISM, ROUND\n"
         "ledger = Ledger(sys.argv[1], lambda *_: os.kill(os.getpid(), signal.SIGKILL))\n"
         "ledger.begin('run', MECHANISM); ledger.promise('lax', 10.0, 1e-5); ledger.charge('run', ROUND)"
     )

@@ -28,23 +28,26 @@ def mechanisms(draw: st.DrawFn) -> Mechanism:
         )
         for i in range(draw(st.integers(1, 4)))
     )
-    clip = draw(st.sampled_from([0.5, AdaptiveClip(0.5), AdaptiveClip(0.5, bit_noise=15.0)]))
+    clip = draw(st.sampled_from([0.5, AdaptiveClip(0.5), AdaptiveClip(0.5, bit_noise_stddev=15.0)]))
     return Mechanism(groups, clip, draw(st.sampled_from(["shared", "per_group"])))
 
 
 @given(mechanisms())
 def test_every_group_gets_the_noise_it_was_promised_or_more(mechanism):
     for group in mechanism.groups:
-        assert mechanism.multiplier(group) >= group.noise_multiplier * (1 - 1e-12)
+        assert mechanism.effective_noise_multiplier(group) >= group.noise_multiplier * (1 - 1e-12)
 
 
 @given(mechanisms())
 def test_the_clip_bits_are_accounted_update_and_bits_together_cost_the_multiplier(mechanism):
     for group in mechanism.groups:
         if group.opted_out or not isinstance(mechanism.clip, AdaptiveClip):
-            assert mechanism.update_multiplier(group) == group.noise_multiplier
+            assert mechanism.update_noise_multiplier(group) == group.noise_multiplier
             continue
-        update, bits = mechanism.update_multiplier(group), 2 * mechanism.bit_noise  # a centred bit moves the sum by ½
+        update, bits = (
+            mechanism.update_noise_multiplier(group),
+            2 * mechanism.bit_noise_stddev,
+        )  # a centred bit moves the sum by ½
         assert update > group.noise_multiplier
         assert (update**-2 + bits**-2) ** -0.5 == pytest.approx(group.noise_multiplier)
 
@@ -52,32 +55,34 @@ def test_the_clip_bits_are_accounted_update_and_bits_together_cost_the_multiplie
 @given(mechanisms())
 def test_shared_noise_is_never_more_than_noise_per_group(mechanism):
     shared, each = replace(mechanism, noise="shared"), replace(mechanism, noise="per_group")
-    assert shared.update_noise <= each.update_noise
+    assert shared.update_noise_stddev <= each.update_noise_stddev
     if sum(group.weight * group.noise_multiplier > 0 for group in mechanism.groups) <= 1:
-        assert shared.update_noise == pytest.approx(each.update_noise)
+        assert shared.update_noise_stddev == pytest.approx(each.update_noise_stddev)
 
 
 @given(mechanisms(), st.floats(0.01, 100))
 def test_only_the_ratios_of_weights_matter(mechanism, factor):
     scaled = replace(mechanism, groups=tuple(replace(g, weight=g.weight * factor) for g in mechanism.groups))
-    if mechanism.terms.expected_weight > 0:
-        before = mechanism.terms.update_noise / mechanism.terms.expected_weight
-        assert scaled.terms.update_noise / scaled.terms.expected_weight == pytest.approx(before, rel=1e-5)
+    if mechanism.round_params.expected_weight > 0:
+        before = mechanism.round_params.update_noise_stddev / mechanism.round_params.expected_weight
+        assert scaled.round_params.update_noise_stddev / scaled.round_params.expected_weight == pytest.approx(
+            before, rel=1e-5
+        )
     for one, other in zip(mechanism.groups, scaled.groups):
-        assert scaled.multiplier(other) == pytest.approx(mechanism.multiplier(one))
+        assert scaled.effective_noise_multiplier(other) == pytest.approx(mechanism.effective_noise_multiplier(one))
 
 
 def test_a_group_of_weight_0_still_pays_for_its_clip_bits():
     mechanism = mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.0), rate=1.0)
-    assert mechanism.multiplier(mechanism.groups[1]) == pytest.approx(2 * mechanism.bit_noise)
+    assert mechanism.effective_noise_multiplier(mechanism.groups[1]) == pytest.approx(2 * mechanism.bit_noise_stddev)
     fixed = replace(mechanism, clip=0.5)
-    assert fixed.multiplier(fixed.groups[1]) == math.inf
+    assert fixed.effective_noise_multiplier(fixed.groups[1]) == math.inf
 
 
 def test_the_bits_get_a_twentieth_of_the_cohort_as_noise_and_twice_the_multiplier_at_least():
-    assert mechanism_of((200, 3.0, 1.0)).bit_noise == 6.0  # a cohort of 100
-    assert mechanism_of((400, 3.0, 1.0)).bit_noise == 10.0
-    assert mechanism_of((400, 0.0, 1.0)).bit_noise == 0.0
+    assert mechanism_of((200, 3.0, 1.0)).bit_noise_stddev == 6.0  # a cohort of 100
+    assert mechanism_of((400, 3.0, 1.0)).bit_noise_stddev == 10.0
+    assert mechanism_of((400, 0.0, 1.0)).bit_noise_stddev == 0.0
 
 
 NOT_PRIVATE = ("non_private", "local_only")
@@ -89,7 +94,7 @@ NOT_PRIVATE = ("non_private", "local_only")
 def test_no_private_algorithm_gives_anyone_less_noise_than_they_chose(name, mechanism):
     run = ALGORITHMS[name](mechanism)
     for chosen, got in zip(mechanism.groups, run.groups):
-        assert run.multiplier(got) >= chosen.noise_multiplier * (1 - 1e-12)
+        assert run.effective_noise_multiplier(got) >= chosen.noise_multiplier * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("name", NOT_PRIVATE)
@@ -98,7 +103,7 @@ def test_no_private_algorithm_gives_anyone_less_noise_than_they_chose(name, mech
 def test_an_algorithm_without_privacy_adds_no_noise_to_updates_or_bits(name, mechanism):
     run = ALGORITHMS[name](mechanism)
     assert all(group.opted_out for group in run.groups)
-    assert (run.update_noise, run.bit_noise) == (0.0, 0.0)
+    assert (run.update_noise_stddev, run.bit_noise_stddev) == (0.0, 0.0)
 
 
 @given(mechanisms())
@@ -110,7 +115,7 @@ def test_local_only_neither_sends_anything_nor_is_pulled(mechanism):
 def test_noise_covers_how_a_sum_is_rounded_beside_clients_who_weigh_far_more(others, weight):
     """An adversary who knows all others compares the sum with one client and without it."""
     groups = PrivacyGroup("open", others, 0.0, 1.0), PrivacyGroup("private", 1, 1.5, 1.0, weight)
-    noise = float(Mechanism(groups, clip=1.0).terms.update_noise)
+    noise = float(Mechanism(groups, clip=1.0).round_params.update_noise_stddev)
     update_CP = np.abs(np.random.default_rng(0).normal(size=(others + 1, 2000)))  # all in one direction: a large sum
     update_CP = (update_CP / np.linalg.norm(update_CP, axis=1, keepdims=True)).astype(np.float32)
     own_P = np.float32(weight) * update_CP[0]
@@ -129,21 +134,21 @@ def test_noise_covers_how_a_sum_is_rounded_beside_clients_who_weigh_far_more(oth
 
 def test_dp_fedavg_adds_the_strictest_noise_once_whatever_the_number_of_groups():
     mechanism = mechanism_of((4, 0.0, 1.0), (5, 0.5, 0.7), (10, 1.5, 0.2), clip=1.0, noise="per_group")
-    assert dp_fedavg(mechanism).update_noise == pytest.approx(1.5, rel=1e-4)
-    assert hdp_fedavg(mechanism).update_noise == pytest.approx(math.hypot(0.5, 1.5), rel=1e-4)
+    assert dp_fedavg(mechanism).update_noise_stddev == pytest.approx(1.5, rel=1e-4)
+    assert hdp_fedavg(mechanism).update_noise_stddev == pytest.approx(math.hypot(0.5, 1.5), rel=1e-4)
 
 
 @given(mechanisms())
 def test_single_precision_never_leaves_less_noise_than_is_owed(mechanism):
-    terms = mechanism.terms
+    terms = mechanism.round_params
     for group, weight in zip(mechanism.groups, terms.weight_G):
         if not group.opted_out and mechanism.noise == "shared":
-            assert float(terms.update_noise) >= float(weight) * mechanism.update_multiplier(group)
-    assert float(terms.bit_noise) >= mechanism.bit_noise
+            assert float(terms.update_noise_stddev) >= float(weight) * mechanism.update_noise_multiplier(group)
+    assert float(terms.bit_noise_stddev) >= mechanism.bit_noise_stddev
 
 
 def test_groups_take_the_clients_in_order():
-    np.testing.assert_array_equal(mechanism_of((2, 0.0, 1.0), (3, 1.0, 1.0)).group_of_clients, [0, 0, 1, 1, 1])
+    np.testing.assert_array_equal(mechanism_of((2, 0.0, 1.0), (3, 1.0, 1.0)).client_group_indices, [0, 0, 1, 1, 1])
 
 
 NAN = float("nan")
@@ -173,7 +178,7 @@ def test_a_clip_is_a_positive_number(clip):
 
 def test_bits_that_alone_cost_more_than_was_promised_are_refused():
     with pytest.raises(ValueError, match=r"bit_noise must be above half the largest noise multiplier \(0.75\)"):
-        mechanism_of((19, 1.5, 1.0), clip=AdaptiveClip(0.5, bit_noise=0.75))
+        mechanism_of((19, 1.5, 1.0), clip=AdaptiveClip(0.5, bit_noise_stddev=0.75))
 
 
 def test_what_cannot_be_meant_is_refused():
@@ -199,10 +204,10 @@ def test_a_clients_reach_is_its_weight_and_how_the_sum_beside_it_is_rounded():
     most = [2000 + 4 * math.sqrt(2000), 25 + 4 * math.sqrt(25)]  # as many as hardly ever come
     rounding = math.sqrt(sum(most)) * (1.0 * most[0] + 1e-4 * most[1]) / 2**24
     assert rounding > 30 * 1e-4  # here it is what matters
-    assert mechanism.reach(groups[1]) == pytest.approx(1e-4 + rounding, rel=1e-12)
-    assert mechanism.reach(groups[0]) == pytest.approx(1.0 + rounding, rel=1e-12)
-    assert mechanism.reach(replace(groups[1], weight=0.0)) == 0.0
-    assert mechanism.update_noise >= mechanism.reach(groups[1])
+    assert mechanism.l2_sensitivity(groups[1]) == pytest.approx(1e-4 + rounding, rel=1e-12)
+    assert mechanism.l2_sensitivity(groups[0]) == pytest.approx(1.0 + rounding, rel=1e-12)
+    assert mechanism.l2_sensitivity(replace(groups[1], weight=0.0)) == 0.0
+    assert mechanism.update_noise_stddev >= mechanism.l2_sensitivity(groups[1])
 
 
 def test_a_group_of_which_nobody_is_drawn_is_owed_nothing_and_the_others_get_what_they_were_promised():
@@ -210,9 +215,9 @@ def test_a_group_of_which_nobody_is_drawn_is_owed_nothing_and_the_others_get_wha
     for clip in (1.0, AdaptiveClip(initial=1.0)):
         for noise in ("shared", "per_group"):
             left, alone = Mechanism(groups, clip, noise), Mechanism(groups[1:], clip, noise)
-            assert left.update_noise == pytest.approx(alone.update_noise)
-            assert left.bit_noise == alone.bit_noise
-            assert left.multiplier(groups[1]) >= 0.7
-            assert left.multiplier(groups[0]) == math.inf
+            assert left.update_noise_stddev == pytest.approx(alone.update_noise_stddev)
+            assert left.bit_noise_stddev == alone.bit_noise_stddev
+            assert left.effective_noise_multiplier(groups[1]) >= 0.7
+            assert left.effective_noise_multiplier(groups[0]) == math.inf
     nobody = Mechanism(groups[:1], AdaptiveClip(initial=1.0))
-    assert (nobody.update_noise, nobody.bit_noise) == (0.0, 0.0)
+    assert (nobody.update_noise_stddev, nobody.bit_noise_stddev) == (0.0, 0.0)

@@ -6,10 +6,11 @@ import sqlite3
 
 import pytest
 
-from fedhdp.accounting import fits, spends
-from fedhdp.ledger import Ledger, LedgerError
-from fedhdp.ledger_file import VERSION
+from fedhdp.errors import LedgerError
 from fedhdp.mechanism import Mechanism, PrivacyGroup
+from fedhdp.privacy._ledger_db import VERSION
+from fedhdp.privacy.accounting import privacy_costs, within_budget
+from fedhdp.privacy.ledger import Ledger
 
 
 def mechanism(**clients: int) -> Mechanism:
@@ -18,14 +19,14 @@ def mechanism(**clients: int) -> Mechanism:
 
 @pytest.fixture
 def ledger(tmp_path):
-    with Ledger(tmp_path / "ledger", fits) as ledger:
+    with Ledger(tmp_path / "ledger", within_budget) as ledger:
         yield ledger
 
 
 def test_the_first_choice_holds_also_after_the_file_is_opened_again(tmp_path):
-    with Ledger(tmp_path / "ledger", fits) as ledger:
+    with Ledger(tmp_path / "ledger", within_budget) as ledger:
         assert ledger.register("anna", "strict") == "strict"
-    with Ledger(tmp_path / "ledger", fits) as ledger:
+    with Ledger(tmp_path / "ledger", within_budget) as ledger:
         assert ledger.register("anna", "open") == "strict"
         assert ledger.registered() == {"anna": "strict"}
         assert ledger.groups() == ("strict",)
@@ -34,12 +35,12 @@ def test_the_first_choice_holds_also_after_the_file_is_opened_again(tmp_path):
 def test_a_group_grows_from_run_to_run_and_keeps_what_it_has_spent(ledger):
     ledger.register("anna", "strict")
     ledger.begin("one", mechanism(strict=1), members={"anna": "strict"})
-    ledger.charge("one", spends(mechanism(strict=1)))
+    ledger.charge("one", privacy_costs(mechanism(strict=1)))
     ledger.register("ben", "strict")
     ledger.register("cleo", "open")
     both = {"anna": "strict", "ben": "strict", "cleo": "open"}
     ledger.begin("two", mechanism(strict=2, open=1), members=both)
-    ledger.charge("two", spends(mechanism(strict=2, open=1)))
+    ledger.charge("two", privacy_costs(mechanism(strict=2, open=1)))
     assert [len(ledger.clients(name)) for name in ("strict", "open")] == [2, 1]
     assert [sum(spent[3] for spent in ledger.spent(name)) for name in ("strict", "open")] == [2, 1]
 
@@ -63,7 +64,7 @@ def test_a_ledger_of_numbered_clients_takes_no_registrations_and_the_other_way_r
     ledger.begin("simulated", mechanism(strict=3))
     with pytest.raises(LedgerError, match="its clients are numbered"):
         ledger.register("anna", "strict")
-    with Ledger(tmp_path / "other", fits) as other:
+    with Ledger(tmp_path / "other", within_budget) as other:
         other.register("anna", "strict")
         with pytest.raises(LedgerError, match="its clients have registered"):
             other.begin("simulated", mechanism(strict=1))
@@ -74,26 +75,26 @@ def test_a_budget_promised_before_anybody_registered_is_kept(ledger):
     ledger.register("anna", "strict")
     ledger.begin("run", mechanism(strict=1), members={"anna": "strict"})
     with pytest.raises(LedgerError, match="would pass the budget of 'strict'"):
-        ledger.charge("run", spends(mechanism(strict=1)))
+        ledger.charge("run", privacy_costs(mechanism(strict=1)))
 
 
 def test_a_ledger_of_the_first_version_is_taken_on_with_all_that_was_charged(tmp_path):
     path = tmp_path / "ledger"
-    with Ledger(path, fits) as ledger:
+    with Ledger(path, within_budget) as ledger:
         ledger.begin("run", mechanism(strict=3))
-        ledger.charge("run", spends(mechanism(strict=3)))
+        ledger.charge("run", privacy_costs(mechanism(strict=3)))
         before = ledger.spent("strict")
     with sqlite3.connect(path) as db:  # as version 1 left it
         db.execute("DROP TABLE registrations")
         db.execute("DROP TABLE population")
         db.execute("PRAGMA user_version = 1")
     db.close()
-    with Ledger(path, fits, read_only=True) as ledger:
+    with Ledger(path, within_budget, read_only=True) as ledger:
         assert ledger.spent("strict") == before
         assert ledger.registered() == {}
-    with Ledger(path, fits) as ledger:
+    with Ledger(path, within_budget) as ledger:
         assert ledger.spent("strict") == before
-        ledger.charge("run", spends(mechanism(strict=3)))
+        ledger.charge("run", privacy_costs(mechanism(strict=3)))
         assert ledger._db.execute("PRAGMA user_version").fetchone() == (VERSION,)
         tables = {name for (name,) in ledger._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     assert tables == {"groups", "runs", "charges", "registrations", "population"}

@@ -14,20 +14,25 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from fedhdp import results
-from fedhdp.accounting import epsilon_of
-from fedhdp.calibration import noise_multiplier_for
 from fedhdp.cli import main
-from fedhdp.experiments import own, paper, reproducing
-from fedhdp.experiments.choices import Femnist, Handwriting, Mlp, Mnist
-from fedhdp.experiments.paper import TABLES, Options, Part, Row
-from fedhdp.experiments.run import Interrupted
-from fedhdp.experiments.spec import from_toml, to_toml
-from fedhdp.outcome import GroupResult, Summary, VariantResult
-from fedhdp.progress import ProgressDisplay
-from fedhdp.report import paper_figures, paper_runs, paper_tables, paper_writing
-from fedhdp.report.paper_files import summary, write
-from fedhdp.report.paper_orderings import orderings
+from fedhdp.cli._progress import ProgressDisplay
+from fedhdp.experiments.components import Femnist, Handwriting, Mlp, Mnist
+from fedhdp.experiments.config import from_toml, to_toml
+from fedhdp.experiments.runner import Interrupted
+from fedhdp.privacy.accounting import gaussian_epsilon
+from fedhdp.privacy.calibration import noise_multiplier_for
+from fedhdp.reproduction import comparison as paper_tables
+from fedhdp.reproduction import extensions as own
+from fedhdp.reproduction import figures as paper_figures
+from fedhdp.reproduction import render as paper_writing
+from fedhdp.reproduction import runner as reproducing
+from fedhdp.reproduction import runs as paper_runs
+from fedhdp.reproduction import tables as paper
+from fedhdp.reproduction.claims import orderings
+from fedhdp.reproduction.files import summary, write
+from fedhdp.reproduction.tables import TABLES, Options, Part, Row
+from fedhdp.results import store as results
+from fedhdp.results.schema import GroupResult, Summary, VariantResult
 
 ALL = [*TABLES, "levels"]
 SMALL = Handwriting(40, samples=5, test_samples=2, server_test=50)
@@ -127,7 +132,7 @@ def test_the_hyper_parameters_are_the_papers():
         assert (chosen.mechanism.clip.initial, private.noise_multiplier) == (clip, noise)
         assert opted_out.clients == round(0.05 * TABLES[name].clients)
         assert chosen.mechanism.sampling == "fixed"
-        spent = epsilon_of(noise, private.sampling_rate, chosen.rounds, chosen.delta)
+        spent = gaussian_epsilon(noise, private.sampling_rate, chosen.rounds, chosen.delta)
         assert round(spent, 1) == TABLES[name].epsilon
 
 
@@ -213,7 +218,9 @@ def test_our_rows_keep_the_papers_promise_by_poisson_sampling():
         chosen = own.own_part(name, SMALL_OF["noniid-mnist"])
         private = chosen.mechanism.groups[1]
         accountant = "rdp" if own.OURS[name].noise_multiplier is None else "pld"
-        spent = epsilon_of(private.noise_multiplier, private.sampling_rate, chosen.rounds, chosen.delta, accountant)
+        spent = gaussian_epsilon(
+            private.noise_multiplier, private.sampling_rate, chosen.rounds, chosen.delta, accountant
+        )
         assert chosen.mechanism.sampling == "poisson"
         assert round(spent, 1) == own.PROMISE
 
@@ -221,7 +228,7 @@ def test_our_rows_keep_the_papers_promise_by_poisson_sampling():
 def test_the_noise_that_is_written_down_is_what_pld_accounting_asks_for():
     asked = noise_multiplier_for(own.PROMISE, 0.05, 500, 1e-4, "pld")
     assert pytest.approx(asked, rel=0.003) == own.PLD_NOISE
-    assert epsilon_of(own.PLD_NOISE, 0.05, 500, 1e-4, "pld") <= own.PROMISE
+    assert gaussian_epsilon(own.PLD_NOISE, 0.05, 500, 1e-4, "pld") <= own.PROMISE
 
 
 def test_the_weight_of_theory_is_near_the_one_that_the_paper_tuned():

@@ -8,8 +8,8 @@ import os
 import numpy as np
 import pytest
 
-from fedhdp import rowfile
-from fedhdp.rowfile import RowFile
+from fedhdp.engine import row_file as rowfile
+from fedhdp.engine.row_file import RowFile
 
 LENGTHS = (7, 1, 2000)
 

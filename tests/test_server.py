@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from scipy import special, stats
 
-from fedhdp.mechanism import LEAST_CLIP, MOST, AdaptiveClip
+from fedhdp.mechanism import MAX_VALUE, MIN_CLIP, AdaptiveClip
 from fedhdp.server import (
-    ServerStep,
+    ServerOptimizer,
     Sums,
     averaged_model,
     clip_and_sum,
+    dense_updates,
     finish_round,
     gaussian,
-    in_rows,
     private_mean,
     sample_cohort,
     start,
@@ -31,11 +31,11 @@ from fedhdp.server import (
 MECHANISM = mechanism_of((50, 0.0, 1.0), (50, 1.5, 0.1), rate=0.2)
 
 
-def summed(update_CP, group_C, clip=0.5, mechanism=MECHANISM, came_C=None) -> Sums:
+def summed(update_CP, group_C, clip=0.5, mechanism=MECHANISM, is_participating_C=None) -> Sums:
     """The sums of these updates."""
-    came_C = np.ones(len(update_CP), bool) if came_C is None else np.asarray(came_C)
-    updates = in_rows(jnp.asarray(update_CP, jnp.float32))
-    return clip_and_sum(mechanism.terms, jnp.float32(clip), updates, np.asarray(group_C), came_C)
+    is_participating_C = np.ones(len(update_CP), bool) if is_participating_C is None else np.asarray(is_participating_C)
+    updates = dense_updates(jnp.asarray(update_CP, jnp.float32))
+    return clip_and_sum(mechanism.round_params, jnp.float32(clip), updates, np.asarray(group_C), is_participating_C)
 
 
 def nothing(parameters: int, groups: int = 2) -> Sums:
@@ -58,7 +58,7 @@ def test_one_client_more_or_less_moves_the_sums_by_at_most_its_sensitivity(seed,
         update_CP[3] *= scale
     group_C[3] = group
     without = np.arange(8) != 3
-    with_it, without_it = summed(update_CP, group_C, clip), summed(update_CP, group_C, clip, came_C=without)
+    with_it, without_it = summed(update_CP, group_C, clip), summed(update_CP, group_C, clip, is_participating_C=without)
     moved = np.linalg.norm(np.asarray(with_it.update_P, np.float64) - np.asarray(without_it.update_P, np.float64))
     assert moved <= MECHANISM.groups[group].weight * clip * (1 + 1e-5) + 1e-5 * clip
     assert abs(float(with_it.bits) - float(without_it.bits)) <= 0.5
@@ -89,8 +89,8 @@ def test_noise_far_out_is_made_of_64_bits_of_two_keys(monkeypatch):
 
 
 def test_the_bit_is_not_inverted_the_clip_grows_when_updates_are_cut_and_shrinks_when_they_are_not():
-    quiet = replace(MECHANISM, clip=AdaptiveClip(0.5, bit_noise=1.0))
-    terms = quiet.terms._replace(bit_noise=np.float32(0))
+    quiet = replace(MECHANISM, clip=AdaptiveClip(0.5, bit_noise_stddev=1.0))
+    terms = quiet.round_params._replace(bit_noise_stddev=np.float32(0))
     group_C = np.ones(20, int)
     for norm, direction in ((10.0, 1), (0.01, -1)):
         sums = summed(np.full((20, 1), norm), group_C)
@@ -105,7 +105,9 @@ def test_an_update_exactly_as_long_as_the_clip_is_left_whole_and_its_bit_says_so
 
 def test_the_clip_comes_to_rest_at_the_quantile_of_the_norms():
     rng = np.random.default_rng(0)
-    terms = replace(MECHANISM, clip=AdaptiveClip(0.5, quantile=0.8)).terms._replace(bit_noise=np.float32(0))
+    terms = replace(MECHANISM, clip=AdaptiveClip(0.5, quantile=0.8)).round_params._replace(
+        bit_noise_stddev=np.float32(0)
+    )
     clip = jnp.float32(0.01)
     norms = rng.uniform(1, 2, 20)  # as many as are expected
     for round in range(200):
@@ -115,27 +117,27 @@ def test_the_clip_comes_to_rest_at_the_quantile_of_the_norms():
 
 
 def test_noise_is_calibrated_to_the_clip_of_the_round_never_the_next():
-    terms = MECHANISM.terms._replace(clip_learning_rate=np.float32(5.0), bit_noise=np.float32(0))
+    terms = MECHANISM.round_params._replace(clip_learning_rate=np.float32(5.0), bit_noise_stddev=np.float32(0))
     all_cut = nothing(20_000)._replace(bits=jnp.float32(-MECHANISM.expected_cohort / 2))
     update_P, clip = private_mean(terms, jnp.float32(0.5), all_cut, jax.random.key(1))
     spread = float(jnp.std(update_P)) * float(terms.expected_weight)
-    assert spread == pytest.approx(MECHANISM.update_noise * 0.5, rel=0.03)
+    assert spread == pytest.approx(MECHANISM.update_noise_stddev * 0.5, rel=0.03)
     assert float(clip) > 5.0  # the next clip is another number altogether
 
 
 def test_noise_is_the_same_on_every_parameter_whatever_the_tensor():
-    update_P, _ = private_mean(MECHANISM.terms, jnp.float32(0.5), nothing(60_000), jax.random.key(2))
-    spreads = np.asarray(update_P).reshape(6, -1).std(axis=1) * float(MECHANISM.terms.expected_weight)
-    np.testing.assert_allclose(spreads, MECHANISM.update_noise * 0.5, rtol=0.04)
+    update_P, _ = private_mean(MECHANISM.round_params, jnp.float32(0.5), nothing(60_000), jax.random.key(2))
+    spreads = np.asarray(update_P).reshape(6, -1).std(axis=1) * float(MECHANISM.round_params.expected_weight)
+    np.testing.assert_allclose(spreads, MECHANISM.update_noise_stddev * 0.5, rtol=0.04)
     assert abs(np.corrcoef(np.asarray(update_P).reshape(2, -1))[0, 1]) < 0.03
 
 
 def test_the_bits_get_the_noise_that_was_accounted():
-    terms = MECHANISM.terms._replace(clip_learning_rate=np.float32(1.0))
+    terms = MECHANISM.round_params._replace(clip_learning_rate=np.float32(1.0))
     keys = jax.random.split(jax.random.key(3), 4000)
     _, clip_R = jax.vmap(lambda key: private_mean(terms, jnp.float32(1.0), nothing(1), key))(keys)
     share_R = -np.log(np.asarray(clip_R)) + float(terms.quantile) - 0.5
-    assert share_R.std() * MECHANISM.expected_cohort == pytest.approx(MECHANISM.bit_noise, rel=0.05)
+    assert share_R.std() * MECHANISM.expected_cohort == pytest.approx(MECHANISM.bit_noise_stddev, rel=0.05)
 
 
 def test_a_zero_update_is_not_divided_by_its_norm():
@@ -156,7 +158,7 @@ def test_an_update_that_is_not_finite_counts_as_absent():
 
 
 def test_nothing_divides_by_how_many_clients_happened_to_come():
-    quiet = MECHANISM.terms._replace(update_noise=np.float32(0))
+    quiet = MECHANISM.round_params._replace(update_noise_stddev=np.float32(0))
     one, _ = private_mean(quiet, jnp.float32(0.5), summed(np.ones((1, 4)), [0]), jax.random.key(0))
     three, _ = private_mean(quiet, jnp.float32(0.5), summed(np.ones((3, 4)), [0, 0, 0]), jax.random.key(0))
     np.testing.assert_allclose(three, 3 * np.asarray(one), rtol=1e-6)
@@ -164,10 +166,10 @@ def test_nothing_divides_by_how_many_clients_happened_to_come():
 
 def test_the_paper_read_literally_divides_by_who_came():
     literal = mechanism_of((50, 0.0, 1.0), (55, 1.5, 0.1), rate=0.1, sampling="fixed")
-    group_C = literal.group_of_clients[sample_cohort(literal, np.random.default_rng(0))]
+    group_C = literal.client_group_indices[sample_cohort(literal, np.random.default_rng(0))]
     came_0, came_1 = (group_C == 0).sum(), (group_C == 1).sum()
     assert (came_0, came_1) == (5, 6)
-    quiet = literal.terms._replace(update_noise=np.float32(0))
+    quiet = literal.round_params._replace(update_noise_stddev=np.float32(0))
     update_P, _ = private_mean(
         quiet, jnp.float32(9.0), summed(np.ones((11, 1)), group_C, 9.0, literal), jax.random.key(0)
     )
@@ -178,7 +180,7 @@ def test_a_group_that_never_comes_divides_nothing_by_zero():
     never = mechanism_of((5, 0.0, 1.0), (4, 1.5, 0.1), rate=0.01, sampling="fixed")
     for quantile in (0.5, 0.3):
         of_clip = replace(never, clip=AdaptiveClip(initial=9.0, quantile=quantile))
-        update_P, clip = private_mean(of_clip.terms, jnp.float32(9.0), nothing(3), jax.random.key(0))
+        update_P, clip = private_mean(of_clip.round_params, jnp.float32(9.0), nothing(3), jax.random.key(0))
         np.testing.assert_array_equal(update_P, np.zeros(3))
         assert float(clip) == pytest.approx(9.0)
 
@@ -213,39 +215,39 @@ def test_sampling_a_million_clients_takes_no_more_than_a_cohort():
     assert cohort.max() > 500_000
 
 
-def after(server: ServerStep, *updates: float) -> list:
+def after(server: ServerOptimizer, *updates: float) -> list:
     """The server's states after rounds that each release this update, without noise."""
     alone = mechanism_of((1, 0.0, 1.0), rate=1.0, clip=9.0)
     states = [start(alone, server, jnp.zeros(1))]
     for update in updates:
         sums = summed([[update]], [0], 9.0, alone)
-        states.append(finish_round(server, alone.terms, states[-1], sums, jax.random.key(0)))
+        states.append(finish_round(server, alone.round_params, states[-1], sums, jax.random.key(0)))
     return states[1:]
 
 
 def test_the_average_weighs_the_models_after_each_round_and_makes_up_for_its_start():
-    server = ServerStep(average=0.5)
+    server = ServerOptimizer(average=0.5)
     weight_R = np.array([0.125, 0.25, 0.5])
     state = after(server, 1, 1, 1)[-1]
     assert float(averaged_model(server, state)[0]) == pytest.approx(weight_R @ [1, 2, 3] / weight_R.sum())
 
 
 def test_momentum_goes_on_with_the_share_of_the_last_step_that_was_asked_for():
-    states = after(ServerStep("momentum", learning_rate=0.5, momentum=0.8), 1, 1)
+    states = after(ServerOptimizer("momentum", learning_rate=0.5, momentum=0.8), 1, 1)
     assert [float(state.theta_P[0]) for state in states] == pytest.approx([0.5, 1.4])
 
 
-@pytest.mark.parametrize("optimiser", ["adam", "yogi"])
-def test_adam_and_yogi_without_momentum_stay_where_they_are_when_nothing_comes(optimiser):
+@pytest.mark.parametrize("optimizer", ["adam", "yogi"])
+def test_adam_and_yogi_without_momentum_stay_where_they_are_when_nothing_comes(optimizer):
     for momentum, moves in ((0.0, False), (0.5, True)):
-        first, second = after(ServerStep(optimiser, learning_rate=0.1, momentum=momentum), 1, 0)
+        first, second = after(ServerOptimizer(optimizer, learning_rate=0.1, momentum=momentum), 1, 0)
         assert (float(second.theta_P[0]) > float(first.theta_P[0]) + 1e-3) == moves
 
 
-@pytest.mark.parametrize(("pushed", "stays"), [(1e6, LEAST_CLIP), (-1e6, MOST)])
+@pytest.mark.parametrize(("pushed", "stays"), [(1e6, MIN_CLIP), (-1e6, MAX_VALUE)])
 def test_a_clip_never_gets_where_noise_vanishes_or_is_infinite(pushed, stays):
     """At clip 0 there is no noise, and 0 / 0 shows who sent a zero: the clip has bounds, whatever the bits say."""
-    terms = mechanism_of((19, 1.5, 1.0), clip=AdaptiveClip(initial=stays)).terms
+    terms = mechanism_of((19, 1.5, 1.0), clip=AdaptiveClip(initial=stays)).round_params
     sums = Sums(jnp.zeros(4), jnp.float32(pushed), jnp.zeros(1, jnp.int32))
     update, clip = private_mean(terms, jnp.float32(stays), sums, jax.random.key(0))
     assert clip == jnp.float32(stays)
@@ -254,5 +256,5 @@ def test_a_clip_never_gets_where_noise_vanishes_or_is_infinite(pushed, stays):
 
 
 def test_an_optimiser_that_is_not_known_is_refused():
-    with pytest.raises(ValueError, match="optimiser must be one of add, momentum, adam, yogi, got 'sgd'"):
-        ServerStep("sgd")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="optimizer must be one of add, momentum, adam, yogi, got 'sgd'"):
+        ServerOptimizer("sgd")  # type: ignore[arg-type]

@@ -18,15 +18,14 @@ from msgspec.structs import replace
 
 from fedhdp.algorithms import dp_fedavg, fedhdp, hdp_fedavg, local_only, non_private
 from fedhdp.client import LocalTraining
+from fedhdp.data import FederatedData, examples, from_lists
 from fedhdp.mechanism import Mechanism, PrivacyGroup
-from fedhdp.metrics import group_rows
 from fedhdp.models import Model, correct, linear, mlp, squared_error
-from fedhdp.population import Population, examples, from_lists
-from fedhdp.randomness import BATCHES, COHORT, NOISE, fresh, stream
-from fedhdp.randomness import MODEL as START
-from fedhdp.server import ServerStep
-from fedhdp.simulate import simulate
-from fedhdp.simulation import Simulation
+from fedhdp.results.metrics import group_rows
+from fedhdp.rng import BATCHES, COHORT, NOISE, os_entropy, stream
+from fedhdp.rng import MODEL as START
+from fedhdp.server import ServerOptimizer
+from fedhdp.simulation import Simulation, simulate
 
 TRAINING = LocalTraining(epochs=2, batch_size=4, learning_rate=0.3, decay=0.5, decay_every=2)
 MODEL = mlp(12, 5, 3)
@@ -38,7 +37,7 @@ def final(population, mechanism, rounds=3, **others):
     simulation = Simulation(population, MODEL, mechanism, **given)
     state = simulation.start()
     for _ in range(rounds):
-        state = simulation.play(state)
+        state = simulation.run_round(state)
     return simulation, state
 
 
@@ -83,16 +82,16 @@ def test_a_proximal_term_shortens_updates_also_without_personal_models_and_outsi
     for model in (MODEL, Model(MODEL.init, MODEL.apply)):  # the second trains on its parameters themselves
         moved = []
         for proximal in (0.0, 0.8, 4.0):
-            training = replace(TRAINING, proximal=proximal, personalise=False)
+            training = replace(TRAINING, proximal=proximal, personalize=False)
             simulation = Simulation(population, model, replace(non_private(CHOSEN), clip=100.0), training, noise_seed=7)
             first = simulation.global_model(simulation.start())
-            moved.append(np.linalg.norm(simulation.global_model(simulation.play(simulation.start())) - first))
+            moved.append(np.linalg.norm(simulation.global_model(simulation.run_round(simulation.start())) - first))
         assert moved[0] > 1.1 * moved[1] > 1.2 * moved[2] > 0
     with pytest.raises(ValueError, match="proximal must be at least 0 and below"):
         replace(TRAINING, proximal=2 / TRAINING.learning_rate)
 
 
-def agree(population: Population, mechanism: Mechanism, training: LocalTraining = TRAINING) -> None:
+def agree(population: FederatedData, mechanism: Mechanism, training: LocalTraining = TRAINING) -> None:
     """The engine and the reference come to the same models and clip."""
     simulation, state = final(population, mechanism, rounds=5, training=training)
     first = simulation.engine.unravel(simulation.global_model(simulation.start()))
@@ -107,7 +106,7 @@ def agree(population: Population, mechanism: Mechanism, training: LocalTraining 
 
     np.testing.assert_allclose(simulation.global_model(state), theta, atol=2e-5)
     assert float(state.server.clip[0]) == pytest.approx(clip, rel=1e-5)
-    assert set(personal) == set(np.flatnonzero(~state.new_K))
+    assert set(personal) == set(np.flatnonzero(~state.uninitialized_K))
     for client, own in personal.items():
         np.testing.assert_allclose(simulation.personal_models(state, np.array([client]))[0], own, atol=2e-5)
 
@@ -144,8 +143,12 @@ def test_shared_and_per_group_noise_are_the_same_to_the_bit_with_one_private_gro
 def test_a_state_that_was_played_is_refused_and_so_are_clients_that_there_are_not(population):
     simulation, last = final(population, CHOSEN)
     first = simulation.start()
-    simulation.play(first)
-    for look in (simulation.play, simulation.evaluate, lambda state: simulation.personal_models(state, np.array([0]))):
+    simulation.run_round(first)
+    for look in (
+        simulation.run_round,
+        simulation.evaluate,
+        lambda state: simulation.personal_models(state, np.array([0])),
+    ):
         with pytest.raises(ValueError, match="has been played already"):
             look(first)
     for nobody in ([-1], [population.clients], []):
@@ -158,13 +161,13 @@ def test_personal_models_do_not_touch_the_global_model_by_a_bit(population):
     stronger = replace(CHOSEN, groups=tuple(replace(group, pull=3.0) for group in CHOSEN.groups))
     (weak, one), (strong, other) = final(population, CHOSEN), final(population, stronger)
     same(one.server, other.server)
-    took_part = np.flatnonzero(~one.new_K)
+    took_part = np.flatnonzero(~one.uninitialized_K)
     assert np.abs(weak.personal_models(one, took_part) - strong.personal_models(other, took_part)).max() > 0.01
 
 
 def test_without_personal_models_the_global_model_is_the_same(population):
     _, one = final(population, CHOSEN)
-    _, other = final(population, CHOSEN, training=replace(TRAINING, personalise=False))
+    _, other = final(population, CHOSEN, training=replace(TRAINING, personalize=False))
     assert other.personal is None
     np.testing.assert_allclose(
         one.server.theta_P, other.server.theta_P, atol=1e-6
@@ -175,7 +178,7 @@ def test_local_only_leaves_the_global_model_where_it_was_and_trains_personal_one
     simulation, state = final(population, local_only(CHOSEN))
     start = simulation.global_model(simulation.start())
     np.testing.assert_array_equal(simulation.global_model(state), start)
-    took_part = simulation.personal_models(state, np.flatnonzero(~state.new_K))
+    took_part = simulation.personal_models(state, np.flatnonzero(~state.uninitialized_K))
     assert (np.abs(took_part - np.asarray(start)).max(axis=1) > 0.01).all()
 
 
@@ -198,7 +201,7 @@ def test_one_more_padding_changes_no_result(population):
     wider = replace(CHOSEN, groups=(*CHOSEN.groups, never))
     _, other = final(population._replace(train=much, test=test), wider)
     np.testing.assert_allclose(one.server.theta_P, other.server.theta_P, atol=1e-6)
-    assert other.new_K[-1]
+    assert other.uninitialized_K[-1]
 
 
 def test_an_update_counts_once_however_many_examples_are_behind_it():
@@ -246,7 +249,7 @@ def test_inputs_that_are_not_finite_reach_nobody_else_in_the_span(bad):
             train=population.train._replace(x_N=x), server_x_N=population.server_x_N / np.float32(255), **rest
         )
         simulation = Simulation(sick, model, everyone, TRAINING, seed=3, noise_seed=7)
-        states.append((simulation, simulation.play(simulation.start())))
+        states.append((simulation, simulation.run_round(simulation.start())))
     (_, well), (simulation, state) = states
     assert np.asarray(state.server.refused_G).tolist() == [[0, 1]]
     assert np.isfinite(np.asarray(state.server.theta_P)).all()
@@ -258,7 +261,7 @@ def test_an_empty_round_is_just_a_round(population):
     nobody = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=0.0)
     _, state = final(population, nobody)
     assert np.isfinite(np.asarray(state.server.theta_P)).all()
-    assert state.new_K.all()
+    assert state.uninitialized_K.all()
     rare = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=0.01)
     assert np.isfinite(np.asarray(final(population, rare)[1].server.theta_P)).all()
 
@@ -267,9 +270,9 @@ def test_a_cohort_larger_than_expected_is_never_cut_short(population):
     simulation = Simulation(population, MODEL, CHOSEN, TRAINING, seed=3, noise_seed=7)
     expected = final(population, CHOSEN, rounds=2)[1]
     simulation.slots = simulation.engine.slots(1)
-    state = simulation.play(simulation.play(simulation.start()))
+    state = simulation.run_round(simulation.run_round(simulation.start()))
     np.testing.assert_allclose(state.server.theta_P, expected.server.theta_P, atol=1e-6)
-    np.testing.assert_array_equal(state.new_K, expected.new_K)
+    np.testing.assert_array_equal(state.uninitialized_K, expected.uninitialized_K)
 
 
 def test_nobody_who_knows_the_seed_knows_who_came_and_no_coin_is_tossed_for_two_trainings(population):
@@ -292,16 +295,16 @@ def test_a_client_of_another_size_changes_a_sum_by_its_own_update_alone():
     sizes[0] = 100
     x_N, y_N = rng.normal(size=(sizes.sum(), 30)).astype(np.float32), rng.integers(0, 10, sizes.sum()).astype(np.int32)
     data = examples(x_N, y_N, sizes)
-    population = Population("labels at random", data, data, x_N[:50], y_N[:50], 10)
+    population = FederatedData("labels at random", data, data, x_N[:50], y_N[:50], 10)
     one_group = Mechanism((PrivacyGroup("all", 64, 0.0, 1.0),), clip=1.0)
-    training = LocalTraining(epochs=100, batch_size=4, learning_rate=1.0, personalise=False)
+    training = LocalTraining(epochs=100, batch_size=4, learning_rate=1.0, personalize=False)
     simulation = Simulation(population, mlp(30, 20, 10), one_group, training)
     assert len(simulation.engine.shape.sizes) > 1
 
     def moved(cohort: np.ndarray) -> np.ndarray:
         simulation.draw_cohort = lambda round: cohort  # type: ignore[method-assign]
         before = np.asarray(simulation.start().server.theta_P[0], np.float64)
-        return 64 * (np.asarray(simulation.play(simulation.start()).server.theta_P[0], np.float64) - before)
+        return 64 * (np.asarray(simulation.run_round(simulation.start()).server.theta_P[0], np.float64) - before)
 
     change = moved(np.arange(64)) - moved(np.arange(1, 64))
     assert np.linalg.norm(change) <= 1 + 1e-4
@@ -336,15 +339,15 @@ def test_a_model_that_is_no_number_any_more_is_never_right():
     assert correct(jnp.array([[jnp.nan, 0.0], [jnp.inf, 0.0], [1.0, 0.0]]), jnp.array([0, 0, 0])).tolist() == [0, 0, 1]
 
 
-@pytest.mark.parametrize("personalise", [True, False])
-def test_cohorts_of_changing_size_compile_once(population, personalise):
-    training = replace(TRAINING, personalise=personalise)
+@pytest.mark.parametrize("personalize", [True, False])
+def test_cohorts_of_changing_size_compile_once(population, personalize):
+    training = replace(TRAINING, personalize=personalize)
     simulation = Simulation(population, MODEL, CHOSEN, training, seed=11, noise_seed=11)
     assert CHOSEN.sampling == "poisson"
     assert len({len(simulation.draw_cohort(number)) for number in range(8)}) > 3
-    state, before = simulation.play(simulation.start()), simulation.engine.round._cache_size()
+    state, before = simulation.run_round(simulation.start()), simulation.engine.round._cache_size()
     for _ in range(7):
-        state = simulation.play(state)
+        state = simulation.run_round(state)
     assert simulation.engine.round._cache_size() == before
 
 
@@ -353,14 +356,14 @@ def test_seeds_change_what_they_name_and_nothing_else(population):
     same(one, final(population, CHOSEN)[1])
     _, other_noise = final(population, CHOSEN, noise_seed=8)
     assert not np.array_equal(one.server.theta_P, other_noise.server.theta_P)
-    assert not np.array_equal(one.new_K, other_noise.new_K)
+    assert not np.array_equal(one.uninitialized_K, other_noise.uninitialized_K)
     _, other_seed = final(population, CHOSEN, seed=4)
     assert not np.array_equal(one.server.theta_P, other_seed.server.theta_P)
-    np.testing.assert_array_equal(one.new_K, other_seed.new_K)
+    np.testing.assert_array_equal(one.uninitialized_K, other_seed.uninitialized_K)
 
 
 def test_simulations_that_are_given_the_same_words_draw_the_same_cohorts_and_others_in_every_round(population):
-    one, other = (Simulation(population, MODEL, CHOSEN, TRAINING, cohorts=words) for words in [fresh(4)] * 2)
+    one, other = (Simulation(population, MODEL, CHOSEN, TRAINING, cohorts=words) for words in [os_entropy(4)] * 2)
     cohorts = [one.draw_cohort(number).tolist() for number in range(6)]
     assert cohorts == [other.draw_cohort(number).tolist() for number in range(6)]
     assert len(set(map(tuple, cohorts))) == 6
@@ -372,7 +375,7 @@ def test_a_state_goes_through_its_arrays_and_back_and_not_into_another_simulatio
     packed = simulation.pack(state)
     for _ in range(2):
         same(state._replace(done=None), simulation.unpack(dict(packed)))
-    momentum = Simulation(population, MODEL, CHOSEN, TRAINING, ServerStep("momentum"))
+    momentum = Simulation(population, MODEL, CHOSEN, TRAINING, ServerOptimizer("momentum"))
     fewer = Simulation(tiny_population([4, 4]), MODEL, Mechanism((PrivacyGroup("all", 2, 1.0, 0.5),), 1.0), TRAINING)
     for other in (momentum, fewer):
         with pytest.raises(ValueError, match="the checkpoint is of another model, mechanism, server or population"):
@@ -401,19 +404,19 @@ def test_without_a_seed_every_run_of_every_round_has_noise_of_its_own(population
 
 
 def test_a_packed_state_goes_on_to_the_bit(population):
-    step = ServerStep(optimiser="adam", learning_rate=0.1, average=0.9)
+    step = ServerOptimizer(optimizer="adam", learning_rate=0.1, average=0.9)
     simulation, whole = final(population, CHOSEN, rounds=4, step=step)
     _, half = final(population, CHOSEN, rounds=2, step=step)
     again = Simulation(population, MODEL, CHOSEN, TRAINING, step, seed=3, noise_seed=7)
     state = again.unpack(read(simulation.pack(half)))
-    same(whole, again.play(again.play(state)))
+    same(whole, again.run_round(again.run_round(state)))
 
 
 def test_server_momentum_and_the_average_are_post_processing_of_the_same_updates(population):
     _, plain = final(population, CHOSEN, rounds=1)
-    _, moved = final(population, CHOSEN, rounds=1, step=ServerStep(optimiser="momentum", average=0.5))
+    _, moved = final(population, CHOSEN, rounds=1, step=ServerOptimizer(optimizer="momentum", average=0.5))
     np.testing.assert_array_equal(plain.server.theta_P, moved.server.theta_P)  # the first step has no momentum yet
-    trained = simulate(population, MODEL, CHOSEN, TRAINING, ServerStep(average=0.5), rounds=2, noise_seed=1)
+    trained = simulate(population, MODEL, CHOSEN, TRAINING, ServerOptimizer(average=0.5), rounds=2, noise_seed=1)
     assert {row.model for row in trained.history} == {"global", "personal", "average"}
 
 
@@ -427,7 +430,7 @@ def test_metrics_are_those_of_a_plain_loop(population):
         here = slice(test.start_K[k], test.start_K[k] + test.count_K[k])
         x, y = test.x_N[here] / np.float32(255), test.y_N[here]
         for model in scores:
-            mine = model == "personal" and not state.new_K[k]
+            mine = model == "personal" and not state.uninitialized_K[k]
             theta = engine.unravel(own_KP[k] if mine else simulation.global_model(state))
             scores[model].append(float((np.argmax(MODEL.apply(theta, x, None), axis=1) == y).mean()))
     first = 0
@@ -441,10 +444,12 @@ def test_metrics_are_those_of_a_plain_loop(population):
 
 
 def test_scores_of_single_clients_are_those_of_which_groups_have_the_means(population):
-    trained = simulate(population, MODEL, CHOSEN, TRAINING, ServerStep(average=0.5), rounds=2, seed=3, noise_seed=1)
+    trained = simulate(
+        population, MODEL, CHOSEN, TRAINING, ServerOptimizer(average=0.5), rounds=2, seed=3, noise_seed=1
+    )
     assert set(trained.scores) == {"global", "personal", "average"}
     rows = {(r.group, r.model, r.metric): r.value for r in trained.history}
-    group_K = CHOSEN.group_of_clients
+    group_K = CHOSEN.client_group_indices
     for model, score_K in trained.scores.items():
         assert score_K.shape == (population.clients,)
         for number, group in enumerate(CHOSEN.groups):
@@ -476,7 +481,7 @@ def test_rounds_do_not_queue_up_for_several_devices(population, monkeypatch):
     whole = simulation.engine.round
     before, asked = Unfinished(), []
     monkeypatch.setattr(simulation.engine, "round", lambda *a: asked.append(before.waited) or whole(*a))
-    state = simulation.play(state._replace(done=before))
+    state = simulation.run_round(state._replace(done=before))
     assert asked == [True]
     before = Unfinished()
     simulation.evaluate(state._replace(done=before))

@@ -13,22 +13,24 @@ from conftest import mechanism_of, tiny_population
 from msgspec.structs import replace
 from test_simulate import CHOSEN, MODEL, TRAINING, final, read
 
-from fedhdp import personal, simulate, stores
+from fedhdp import simulation as simulate
 from fedhdp.algorithms import dp_fedavg, non_private
 from fedhdp.client import LocalTraining
+from fedhdp.data import Examples, examples, hold_out
 from fedhdp.datasets.handwriting import OnDemand, handwriting
+from fedhdp.engine import examples as example_stores
+from fedhdp.engine import personal_store as personal
+from fedhdp.engine import placement as stores
+from fedhdp.engine.placement import size_classes
 from fedhdp.models import mlp
-from fedhdp.population import Examples, examples, hold_out
-from fedhdp.simulate import simulate_together
-from fedhdp.simulation import Simulation
-from fedhdp.stores import size_classes
+from fedhdp.simulation import Simulation, simulate_many
 
 
-def alike(one, other) -> None:
+def uniform_size(one, other) -> None:
     """Two (simulation, state) are the same within float tolerance."""
     (a, state_a), (b, state_b) = one, other
     np.testing.assert_allclose(a.global_model(state_a), b.global_model(state_b), atol=1e-5)
-    took_part = np.flatnonzero(~state_a.new_K)
+    took_part = np.flatnonzero(~state_a.uninitialized_K)
     np.testing.assert_allclose(a.personal_models(state_a, took_part), b.personal_models(state_b, took_part), atol=1e-5)
     for rows_a, rows_b in zip(a.evaluate(state_a), b.evaluate(state_b), strict=True):
         assert [row[:4] for row in rows_a] == [row[:4] for row in rows_b]
@@ -39,7 +41,7 @@ def test_personal_models_on_disk_are_those_in_memory(population, monkeypatch):
     in_memory = final(population, CHOSEN)
     monkeypatch.setattr(personal, "personal_room", lambda: 0)
     on_disk = final(population, CHOSEN)
-    assert isinstance(on_disk[0].store, personal.PersonalOnDisk)
+    assert isinstance(on_disk[0].store, personal.MemoryMappedPersonalModels)
     alike(in_memory, on_disk)
 
 
@@ -51,14 +53,14 @@ def test_a_run_with_models_on_disk_goes_on_from_its_checkpoint_whatever_was_writ
     begun = Simulation(population, MODEL, CHOSEN, TRAINING, seed=3, noise_seed=7, folder=tmp_path)
     state = begun.start()
     for number in range(5):  # a checkpoint after two rounds, another after three, and two rounds that nobody kept
-        state = begun.play(state)
+        state = begun.run_round(state)
         if number in (1, 2):
             kept = read(begun.pack(state))
     again = Simulation(population, MODEL, CHOSEN, TRAINING, seed=3, noise_seed=7, folder=tmp_path)
     state = again.unpack(kept)
     assert state.round == 3
     for _ in range(3):
-        state = again.play(state)
+        state = again.run_round(state)
     alike((whole, end), (again, state))
     (tmp_path / "personal.bin").unlink()
     with pytest.raises(ValueError, match=r"personal\.bin is gone"):
@@ -73,10 +75,10 @@ def test_the_file_of_personal_models_stays_small_however_long_the_run(population
     for number in range(40):
         written += len(simulation.draw_cohort(number))
         most = max(most, len(simulation.draw_cohort(number)))
-        state = simulation.play(state)
+        state = simulation.run_round(state)
         if number == 20:
             simulation.pack(state)  # from here on a client needs two rows
-    rows, known = simulation.store.file.rows, np.count_nonzero(~state.new_K)
+    rows, known = simulation.store.file.rows, np.count_nonzero(~state.uninitialized_K)
     assert rows <= 3 * known + 2 * most < written
     alike(in_memory, (simulation, state))
 
@@ -86,23 +88,23 @@ def test_examples_that_clients_share_are_kept_once_and_change_nothing(population
     shared = population._replace(train=examples_twice(train), test=examples_twice(population.test))
     many = replace(CHOSEN, groups=tuple(replace(group, clients=2 * group.clients) for group in CHOSEN.groups))
     copied = final(shared, many)
-    assert isinstance(copied[0].examples, stores.ExamplesAtHome)
+    assert isinstance(copied[0].examples, example_stores.ShardedExamples)
     monkeypatch.setattr(stores, "examples_room", lambda: train.x_N.nbytes)
     kept_once = final(shared, many)
-    assert isinstance(kept_once[0].examples, stores.ExamplesEverywhere)
+    assert isinstance(kept_once[0].examples, example_stores.ReplicatedExamples)
     alike(copied, kept_once)
 
 
-@pytest.mark.parametrize("personalise", [True, False])
-def test_products_of_examples_are_kept_from_round_to_round_and_change_nothing(personalise):
+@pytest.mark.parametrize("personalize", [True, False])
+def test_products_of_examples_are_kept_from_round_to_round_and_change_nothing(personalize):
     population = tiny_population([3] * 19)
-    training = replace(TRAINING, personalise=personalise)
+    training = replace(TRAINING, personalize=personalize)
     simulation, state = final(population, CHOSEN, training=training)
     assert simulation.gram_K is not None
     again = Simulation(population, MODEL, CHOSEN, training, seed=3, noise_seed=7)
     again.gram_K, other = None, again.start()
     while other.round < state.round:
-        other = again.play(other)
+        other = again.run_round(other)
     np.testing.assert_allclose(simulation.global_model(state), again.global_model(other), atol=1e-6)
 
 
@@ -111,13 +113,15 @@ def test_products_of_examples_are_those_of_the_client_wherever_it_lies():
     size = int(train.count_K[0])
     backwards = train._replace(start_K=train.start_K[::-1].copy())  # client 0 holds the last ones
     whole = tiny_population([3] * 19)._replace(train=backwards)
-    for personalise in (True, False):  # on the devices where clients live, and on all of them
-        simulation = Simulation(whole, MODEL, CHOSEN, replace(TRAINING, personalise=personalise))
-        seats = stores.seat(stores.at_home(simulation.engine, np.arange(8)), 8 * simulation.engine.devices)
+    for personalize in (True, False):  # on the devices where clients live, and on all of them
+        simulation = Simulation(whole, MODEL, CHOSEN, replace(TRAINING, personalize=personalize))
+        seats = stores.assign_slots(
+            stores.partition_by_owner(simulation.engine, np.arange(8)), 8 * simulation.engine.devices
+        )
         start_C = simulation.examples.fetch(seats)[2]
         gram_K = simulation.engine.fetch(simulation.gram_K)
-        each = 0 if simulation.engine.shape.everywhere else len(gram_K) // simulation.engine.devices
-        for slot in np.flatnonzero(seats.came_C):
+        each = 0 if simulation.engine.shape.replicated else len(gram_K) // simulation.engine.devices
+        for slot in np.flatnonzero(seats.is_participating_C):
             first = backwards.start_K[seats.client_C[slot]]
             x_MF = backwards.x_N[first : first + size].reshape(size, -1) / 255.0
             mine = slot // (len(seats.client_C) // simulation.engine.devices) * each + start_C[slot] // size
@@ -128,7 +132,7 @@ def test_products_of_examples_are_not_kept_where_clients_overlap_or_differ(popul
     assert Simulation(population, MODEL, CHOSEN, TRAINING).gram_K is None  # clients of all sizes
     alike = tiny_population([3] * 19)
     overlapping = alike._replace(train=alike.train._replace(start_K=np.maximum(alike.train.start_K - 1, 0)))
-    plain = replace(TRAINING, personalise=False)
+    plain = replace(TRAINING, personalize=False)
     assert Simulation(overlapping, MODEL, CHOSEN, plain).gram_K is None
     assert Simulation(alike, MODEL, CHOSEN, plain).gram_K is not None
 
@@ -139,13 +143,13 @@ def examples_twice(given: Examples) -> Examples:
     return given._replace(**twice)
 
 
-@pytest.mark.parametrize("personalise", [True, False])
-def test_examples_fetched_for_a_cohort_are_those_on_the_devices(population, monkeypatch, personalise):
-    training = replace(TRAINING, personalise=personalise)
+@pytest.mark.parametrize("personalize", [True, False])
+def test_examples_fetched_for_a_cohort_are_those_on_the_devices(population, monkeypatch, personalize):
+    training = replace(TRAINING, personalize=personalize)
     resident, state = final(population, CHOSEN, training=training)
     monkeypatch.setattr(stores, "examples_room", lambda: 0)
     fetched, other = final(population, CHOSEN, training=training)
-    assert isinstance(fetched.examples, stores.ExamplesOnDemand)
+    assert isinstance(fetched.examples, example_stores.StreamedExamples)
     np.testing.assert_allclose(resident.global_model(state), fetched.global_model(other), atol=1e-6)
 
 
@@ -164,10 +168,10 @@ def test_handwriting_beyond_memory_is_written_when_it_is_asked_for(monkeypatch):
         hold_out(large, 0.5, 0)
     mechanism = mechanism_of((10, 0.0, 1.0), (20, 1.0, 0.1))
     simulation = Simulation(large, mlp(784, 5, 10), mechanism, LocalTraining(1, 4, 0.1), seed=1, noise_seed=1)
-    state = simulation.play(simulation.start())
+    state = simulation.run_round(simulation.start())
     resident = Simulation(whole, mlp(784, 5, 10), mechanism, LocalTraining(1, 4, 0.1), seed=1, noise_seed=1)
     np.testing.assert_allclose(
-        simulation.global_model(state), resident.global_model(resident.play(resident.start())), atol=1e-6
+        simulation.global_model(state), resident.global_model(resident.run_round(resident.start())), atol=1e-6
     )
     assert {row.group for row in simulation.evaluate(state)[0]} == {"server", "group 0", "group 1"}
 
@@ -205,9 +209,9 @@ def test_runs_together_have_noise_of_their_own_where_no_seed_is_given(population
 
 def test_repeats_are_the_same_cohorts_with_another_start_and_other_noise(population):
     several = [CHOSEN, non_private(CHOSEN)]
-    made = simulate_together(population, MODEL, several, TRAINING, rounds=2, seed=3, noise_seed=7, repeats=3)
+    made = simulate_many(population, MODEL, several, TRAINING, rounds=2, seed=3, noise_seed=7, repeats=3)
     assert [one.mechanism for one in made] == several * 3
-    once = simulate_together(population, MODEL, several, TRAINING, rounds=2, seed=3, noise_seed=7)
+    once = simulate_many(population, MODEL, several, TRAINING, rounds=2, seed=3, noise_seed=7)
     for name, array in once[0].parameters.items():
         np.testing.assert_allclose(made[0].parameters[name], array, atol=1e-5)
         assert np.abs(made[2].parameters[name] - array).max() > 1e-3
@@ -226,10 +230,10 @@ def test_a_mechanism_changed_on_the_way_changes_cohorts_and_noise_together(popul
     with pytest.raises(AttributeError):
         simulation.mechanism = louder
     before = simulation.global_model(state)
-    simulation.play_by([louder])
-    moved = np.abs(simulation.global_model(simulation.play(state)) - before).mean()
+    simulation.set_mechanisms([louder])
+    moved = np.abs(simulation.global_model(simulation.run_round(state)) - before).mean()
     simulation, state = final(population, CHOSEN, rounds=1)
-    quiet = np.abs(simulation.global_model(simulation.play(state)) - before).mean()
+    quiet = np.abs(simulation.global_model(simulation.run_round(state)) - before).mean()
     assert moved > 10 * quiet
 
 
@@ -279,7 +283,7 @@ def test_a_client_of_any_size_trains_at_the_smallest_class_that_holds_it():
 
 def test_simulate_together_returns_each_mechanism_in_its_place(population):
     several = [CHOSEN, non_private(CHOSEN)]
-    made = simulate_together(population, MODEL, several, TRAINING, rounds=2, seed=3, noise_seed=7)
+    made = simulate_many(population, MODEL, several, TRAINING, rounds=2, seed=3, noise_seed=7)
     assert [one.mechanism for one in made] == several
     alone = simulate.simulate(population, MODEL, several[1], TRAINING, rounds=2, seed=3, noise_seed=7)
     for name, array in alone.parameters.items():
@@ -322,7 +326,9 @@ def test_two_processes_play_one_run_with_one_noise(population, tmp_path):
     simulation, state = final(population, CHOSEN)
     np.testing.assert_allclose(one["theta"], simulation.global_model(state), atol=1e-5)
     np.testing.assert_array_equal(one["theta"], one["again"])
-    np.testing.assert_allclose(one["own"], simulation.personal_models(state, np.flatnonzero(~state.new_K)), atol=1e-5)
+    np.testing.assert_allclose(
+        one["own"], simulation.personal_models(state, np.flatnonzero(~state.uninitialized_K)), atol=1e-5
+    )
     np.testing.assert_allclose(one["values"], [row.value for row in simulation.evaluate(state)[0]], atol=1e-4)
     assert np.abs(one["fresh"] - one["theta"]).max() > 1e-4
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from fedhdp.client import LocalTraining
+from fedhdp.data import FederatedData
 from fedhdp.datasets import regression
 from fedhdp.mechanism import Mechanism
 from fedhdp.models import linear, squared_error
-from fedhdp.population import Population
+from fedhdp.reproduction.theory.monte_carlo import estimate
 from fedhdp.simulation import Simulation, State
 from fedhdp.theory import linear_regression as lr
 from fedhdp.theory import shared_noise
 from fedhdp.theory.linear_regression import Level, Problem
-from fedhdp.theory.monte_carlo import estimate
 from fedhdp.theory.optimum import mechanism, with_noise
 
 CLIP = 1000.0  # some thirty times the largest update
@@ -51,7 +51,7 @@ def problem_with(levels: int) -> Problem:
     return Problem(tuple(Level(f"level {i}", *level) for i, level in enumerate(SIZES[levels])), 1.0, 0.25)
 
 
-def draw(dataset: str, problem: Problem, seed: int) -> Population:
+def draw(dataset: str, problem: Problem, seed: int) -> FederatedData:
     """Everybody's data."""
     clients = int(problem.clients_G.sum())
     return DATASETS[dataset][0](clients, DIMENSIONS, SAMPLES, problem.alpha2, problem.tau2, seed)
@@ -66,21 +66,21 @@ FOR_ALL = training_at(1 / (1 + 4), epochs=40)  # one rate for all levels: that o
 
 
 def played(
-    dataset: str, population: Population, promise: Mechanism, training: LocalTraining
+    dataset: str, population: FederatedData, promise: Mechanism, training: LocalTraining
 ) -> tuple[Simulation, State, np.ndarray]:
     """The state after two rounds, and the global model between them, which the second round's clients receive."""
     simulation = Simulation(population, DATASETS[dataset][1], promise, training, noise_seed=0)
-    state = simulation.play(simulation.start())
+    state = simulation.run_round(simulation.start())
     received_D = simulation.global_model(state)
-    return simulation, simulation.play(state), received_D
+    return simulation, simulation.run_round(state), received_D
 
 
 def personal_models(simulation: Simulation, state: State) -> np.ndarray:
     """Every client's personal model, in the order of the clients."""
-    return simulation.personal_models(state, np.flatnonzero(~state.new_K))
+    return simulation.personal_models(state, np.flatnonzero(~state.uninitialized_K))
 
 
-def least_squares(population: Population) -> np.ndarray:
+def least_squares(population: FederatedData) -> np.ndarray:
     """Each client's own estimate, in double precision and without the engine."""
     train = population.train
     rows = [slice(start, start + count) for start, count in zip(train.start_K, train.count_K)]
@@ -122,8 +122,8 @@ def test_at_one_rate_for_all_levels_every_personal_model_walks_to_its_own_estima
 def test_noise_on_the_servers_sum_is_the_noise_that_the_clients_of_the_paper_add(levels, noise):
     problem = problem_with(levels)
     weight_G = np.linspace(1, 0.3, levels)
-    terms = mechanism(problem, weight_G, 1.0, CLIP, noise).terms
-    on_the_mean = (float(terms.update_noise) * CLIP / float(terms.expected_weight)) ** 2
+    terms = mechanism(problem, weight_G, 1.0, CLIP, noise).round_params
+    on_the_mean = (float(terms.update_noise_stddev) * CLIP / float(terms.expected_weight)) ** 2
     owed = shared_noise.server_variance if noise == "shared" else lr.server_variance
     without = lr.server_variance(with_noise(problem, np.zeros(levels)), weight_G)
     assert on_the_mean == pytest.approx(owed(problem, weight_G) - without, rel=1e-3)
@@ -143,9 +143,9 @@ def test_with_noise_the_engines_server_and_clients_err_as_predicted(dataset, lev
     for seed in range(150):
         population = draw(dataset, problem, seed)
         simulation = Simulation(population, DATASETS[dataset][1], promise, FOR_ALL, noise_seed=seed)
-        state = simulation.play(state or simulation.start())  # a step at rate 1 leaves nothing of where it began
+        state = simulation.run_round(state or simulation.start())  # a step at rate 1 leaves nothing of where it began
         server_T.append(np.mean((simulation.global_model(state) - population.server_y_N.ravel()) ** 2))
-        state = simulation.play(state)
+        state = simulation.run_round(state)
         (rows,) = simulation.evaluate(state)
         client_TG.append([row.value for row in rows if (row.model, row.metric) == ("personal", "accuracy")])
     # with the noise on the server nobody can take their own out: the error is the one with own noise inside

@@ -7,9 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from fedhdp.report.theory_figures import theory_figures
-from fedhdp.theory import general, monte_carlo, shared_noise
+from fedhdp.reproduction.theory import general, monte_carlo
+from fedhdp.reproduction.theory.figures import theory_figures
 from fedhdp.theory import linear_regression as lr
+from fedhdp.theory import shared_noise
 from fedhdp.theory.linear_regression import Level, Problem
 
 SIZES = {

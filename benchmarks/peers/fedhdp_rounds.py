@@ -1,4 +1,4 @@
-"""This project, with or without personal models: the whole of ``Simulation.play``, until its result is there."""
+"""This project, with or without personal models: the whole of ``Simulation.run_round``, until its result is there."""
 
 import sys
 from pathlib import Path
@@ -14,9 +14,9 @@ import work as w
 from jax.flatten_util import ravel_pytree
 
 from fedhdp.client import LocalTraining
+from fedhdp.data import FederatedData, examples
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import mlp
-from fedhdp.population import Population, examples
 from fedhdp.simulation import Simulation
 
 
@@ -44,23 +44,23 @@ def main() -> None:
         data.y_KM.reshape(-1).astype(np.int32),
         np.full(work.clients, work.samples),
     )
-    population = Population("benchmark", train, train, data.server_x_N, data.server_y_N.astype(np.int32), w.CLASSES)
+    population = FederatedData("benchmark", train, train, data.server_x_N, data.server_y_N.astype(np.int32), w.CLASSES)
     model = mlp(w.INPUTS, work.hidden, w.CLASSES)
-    training = LocalTraining(work.epochs, work.batch, work.learning_rate, personalise=personal)
+    training = LocalTraining(work.epochs, work.batch, work.learning_rate, personalize=personal)
     mechanism = whole(work) if personal else plain(work)
     simulation = Simulation(population, model, mechanism, training, seed=work.seed)
     w1, b1, w2, b2 = w.start(work)
     theta_P, _ = ravel_pytree({"first": {"w": w1, "b": b1}, "rest": {"w": w2.T, "b": b2}})
     state = simulation.start()
-    first = jax.device_put(state.server._replace(theta_P=theta_P[None]), simulation.engine.everywhere)
+    first = jax.device_put(state.server._replace(theta_P=theta_P[None]), simulation.engine.replicated)
     state = state._replace(server=first)
 
-    def play(number: int) -> None:
+    def run_round(number: int) -> None:
         nonlocal state
-        state = simulation.play(state)
+        state = simulation.run_round(state)
         jax.block_until_ready((state.server, state.personal))
 
-    seconds = w.time_rounds(asked, play)
+    seconds = w.time_rounds(asked, run_round)
     trained = simulation.engine.unravel(simulation.global_model(state))
     parts = [trained["first"]["w"], trained["first"]["b"], trained["rest"]["w"].T, trained["rest"]["b"]]
     came = round(mechanism.expected_cohort)

@@ -57,7 +57,7 @@ def main() -> None:
     )
     state = algorithm.init(dict(zip(("w1", "b1", "w2", "b2"), map(jnp.asarray, w.start(work)))))
 
-    def play(number: int) -> None:
+    def run_round(number: int) -> None:
         nonlocal state
         cohort = np.random.default_rng([work.seed, number]).choice(work.clients, work.cohort, replace=False)
         keys = jax.random.split(jax.random.PRNGKey(number), work.cohort)
@@ -65,7 +65,7 @@ def main() -> None:
         state, _ = algorithm.apply(state, clients)
         jax.block_until_ready(state.params)
 
-    seconds = w.time_rounds(asked, play)
+    seconds = w.time_rounds(asked, run_round)
     parts = [np.asarray(state.params[name]) for name in ("w1", "b1", "w2", "b2")]
     versions = {"fedjax": version("fedjax"), "jax": jax.__version__, "jaxlib": jaxlib.__version__}
     w.answer(asked, data, seconds, steps / (asked.warm_up + asked.rounds), parts, versions)

@@ -48,7 +48,7 @@ def train(message: Message, context: Context) -> Message:
     with torch.no_grad():
         for mine, part in zip(local, message.content["arrays"].to_numpy_ndarrays()):
             mine.copy_(torch.from_numpy(part))
-    optimiser = torch.optim.SGD(local, lr=work.learning_rate, fused=True)
+    optimizer = torch.optim.SGD(local, lr=work.learning_rate, fused=True)
     loss = torch.nn.CrossEntropyLoss()
     order = torch.randperm(work.samples)
     x, y = x_KM[client][order].float() / 255, y_KM[client][order]
@@ -56,9 +56,9 @@ def train(message: Message, context: Context) -> Message:
     steps = 0
     for _ in range(work.epochs):
         for x_B, y_B in batches:
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss(net(x_B), y_B).backward()
-            optimiser.step()
+            optimizer.step()
             steps += 1
     arrays = ArrayRecord([mine.detach().numpy() for mine in local])
     metrics = MetricRecord({"num-examples": work.samples, "steps": steps})

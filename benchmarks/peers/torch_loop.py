@@ -28,18 +28,18 @@ def main() -> None:
 
     def train(client: int) -> None:
         nonlocal steps
-        optimiser = torch.optim.SGD(local, lr=work.learning_rate, fused=True)
+        optimizer = torch.optim.SGD(local, lr=work.learning_rate, fused=True)
         order = torch.randperm(work.samples)
         x, y = x_KM[client][order].float() / 255, y_KM[client][order]
         batches = list(zip(x.split(work.batch), y.split(work.batch)))
         for _ in range(work.epochs):
             for x_B, y_B in batches:
-                optimiser.zero_grad()
+                optimizer.zero_grad()
                 loss(net(x_B), y_B).backward()
-                optimiser.step()
+                optimizer.step()
                 steps += 1
 
-    def play(number: int) -> None:
+    def run_round(number: int) -> None:
         cohort = np.random.default_rng([work.seed, number]).choice(work.clients, work.cohort, replace=False)
         total = [torch.zeros_like(part) for part in theta]
         for client in cohort:
@@ -56,7 +56,7 @@ def main() -> None:
         for part, sum_ in zip(theta, total):
             part += (sum_ + work.clip * work.noise_multiplier * torch.randn_like(part)) / work.cohort
 
-    seconds = w.time_rounds(asked, play)
+    seconds = w.time_rounds(asked, run_round)
     model = [part.numpy().T if part.ndim == 2 else part.numpy() for part in theta]
     peak = w.gemm(lambda a, b: torch.from_numpy(a) @ torch.from_numpy(b))
     w.answer(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from flwr.app import Context
 from task import MODEL, level, own_examples
 
-from fedhdp.flower.built_in import built_in
 from fedhdp.flower.client_app import Trainer, client_app
-from fedhdp.flower.deployment import from_run_config
+from fedhdp.flower.config import from_run_config
+from fedhdp.flower.trainer import built_in
 
 
 def trainer(context: Context) -> Trainer:

@@ -232,11 +232,12 @@ def show_progress(fleet: Fleet, run: str, out: Path) -> None:
 
 def print_results(out: Path, ledger: Path) -> None:
     """The table, and what the ledger knows."""
-    from fedhdp.outcome import Summary, text_table
-    from fedhdp.results import read_value
+    from fedhdp.results.schema import Summary
+    from fedhdp.results.store import read_value
+    from fedhdp.results.tables import format_table
 
     variants = read_value(out / "summary.json", Summary).variants
-    print("\n" + text_table(variants), flush=True)
+    print("\n" + format_table(variants), flush=True)
     show = [Path(sys.executable).parent / "fedhdp", "ledger", "show", ledger]
     print("\n" + subprocess.run(show, capture_output=True, text=True, check=True).stdout, flush=True)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from task import MODEL, server_test
 
-from fedhdp.flower.built_in import score_with, start_model
 from fedhdp.flower.server_app import server_app
+from fedhdp.flower.trainer import score_with, start_model
 
 app = server_app(
     start_model=lambda deployment: start_model(MODEL, deployment.seed),

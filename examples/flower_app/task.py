@@ -11,7 +11,7 @@ from flwr.app import Context
 
 from fedhdp.datasets.handwriting import client_examples, server_examples
 from fedhdp.models import mlp
-from fedhdp.results import read_arrays, write_arrays
+from fedhdp.results.store import read_arrays, write_arrays
 
 MODEL = mlp(inputs=784, hidden=50, classes=10)
 LEVELS = ("open", "relaxed", "relaxed", "strict", "strict")  # in a simulation, where no owner is there to choose

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 
 from fedhdp.client import LocalTraining
 from fedhdp.flower.client_app import Trainer, client_app
-from fedhdp.flower.deployment import from_run_config
-from fedhdp.flower.messages import Arrays
+from fedhdp.flower.config import from_run_config
+from fedhdp.flower.protocol import Arrays
 
 Tensors = dict[str, torch.Tensor]
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedhdp.accounting import counted
-from fedhdp.cli.show import console, in_short, on_delta, print_json, print_table, table
+from fedhdp.cli._output import console, in_short, on_delta, print_json, print_table, table
+from fedhdp.privacy.accounting import pluralize
 
 if TYPE_CHECKING:
-    from fedhdp.accounting import Spend
-    from fedhdp.experiments.spec import Experiment
+    from fedhdp.experiments.config import Experiment
+    from fedhdp.privacy.accounting import PrivacyCost
 
 WIDEST = 40  # of the curve's bars, in characters
 
@@ -57,7 +57,7 @@ def account(
 
     `fedhdp account examples/flower_app --rounds 50`
     """
-    from fedhdp.results import EXPERIMENT
+    from fedhdp.results.store import EXPERIMENT
 
     if tuning_trials is None and tuning_shape != math.inf:
         raise ValueError(f"--tuning-shape needs --tuning-trials, got {tuning_shape:g} and none")
@@ -106,25 +106,25 @@ def _answer(
     tuning: tuple[float, float] | None,
 ) -> dict[str, Any]:
     """An epsilon, or the noise for one, with all that it rests on; infinity stands for an opted-out client's epsilon."""
-    from fedhdp import accounting
-    from fedhdp.accounting import SENSITIVITY, best_of, compose, spend_of
-    from fedhdp.calibration import least_noise, noise_multiplier_for
-    from fedhdp.mechanism import require
-    from fedhdp.tuning import in_words
+    from fedhdp.errors import require
+    from fedhdp.privacy import accounting
+    from fedhdp.privacy.accounting import SENSITIVITY, compose, epsilon_best_of, gaussian_cost
+    from fedhdp.privacy.calibration import min_noise_multiplier, noise_multiplier_for
+    from fedhdp.privacy.tuning import format_trials
 
     if tuning is not None:
         require(accountant == "rdp", "accountant", accountant, "'rdp' where tuning is priced")
 
-    def cost(spent: Spend) -> float:
-        return best_of(spent, *tuning, delta) if tuning else compose([spent], delta, accountant)  # type: ignore[arg-type]
+    def cost(spent: PrivacyCost) -> float:
+        return epsilon_best_of(spent, *tuning, delta) if tuning else compose([spent], delta, accountant)  # type: ignore[arg-type]
 
     if noise is None:
         assert target is not None
         noise = noise_multiplier_for(target, rate, rounds, delta, accountant, sampling)
         if tuning and noise > 0:
-            noise = least_noise(lambda z: cost(spend_of(z, rate, rounds, sampling)), target)
+            noise = min_noise_multiplier(lambda z: cost(gaussian_cost(z, rate, rounds, sampling)), target)
     require(noise < math.inf, "noise_multiplier", noise, "finite")
-    spent = spend_of(noise, rate, rounds, sampling)
+    spent = gaussian_cost(noise, rate, rounds, sampling)
     found = cost(spent)
     evenly = sorted({round(rounds * point / 10) for point in range(1, 11)})
     return {
@@ -138,7 +138,7 @@ def _answer(
         "sampling": sampling,
         "adjacency": accounting.ADJACENCY[sampling],
         "accountant": accountant,
-        "tuning": None if tuning is None else in_words(*tuning),
+        "tuning": None if tuning is None else format_trials(*tuning),
         "noise_in_clips": noise * SENSITIVITY[sampling],
         "epsilon_were_the_noise_in_clips": cost(spent._replace(noise_multiplier=noise / SENSITIVITY[sampling])),
         "curve": [{"rounds": done, "epsilon": cost(spent._replace(rounds=done))} for done in evenly],
@@ -153,15 +153,15 @@ def _found(name: str, rounds: int | None, delta: float | None) -> Experiment:
     import msgspec
 
     from fedhdp.experiments import EXPERIMENTS
-    from fedhdp.experiments.spec import find
+    from fedhdp.experiments.config import find
 
     return msgspec.structs.replace(find(name, EXPERIMENTS), **_given(rounds, delta))
 
 
 def _levels(app: str, rounds: int | None, delta: float | None) -> dict[str, Any]:
     """Each level of a deployment: what it is promised, and what that costs a client of it over all rounds."""
-    from fedhdp.accounting import ADJACENCY, epsilon_of
-    from fedhdp.flower.deployment import from_app
+    from fedhdp.flower.config import from_app
+    from fedhdp.privacy.accounting import ADJACENCY, gaussian_epsilon
 
     offered = from_app(Path(app), **_given(rounds, delta))
     mechanism = offered.mechanism(dict.fromkeys(offered.levels, 1))
@@ -174,8 +174,8 @@ def _levels(app: str, rounds: int | None, delta: float | None) -> dict[str, Any]
             {
                 "level": name,
                 "opted_out": promised[name].opted_out,
-                "epsilon": epsilon_of(*asked, "rdp", sampling),
-                "epsilon_pld": epsilon_of(*asked, "pld", sampling),
+                "epsilon": gaussian_epsilon(*asked, "rdp", sampling),
+                "epsilon_pld": gaussian_epsilon(*asked, "pld", sampling),
                 "delta": asked[3],
                 "noise_multiplier": asked[0],
                 "sampling_rate": asked[1],
@@ -189,24 +189,28 @@ def _levels(app: str, rounds: int | None, delta: float | None) -> dict[str, Any]
 
 def _priced(experiment: Experiment, tuning: tuple[float, float] | None) -> dict[str, Any]:
     """Each group's epsilon by both accountants, once for all the variants that cost the same."""
-    from fedhdp.accounting import prices, spends
-    from fedhdp.tuning import in_words, price_of_tuning
+    from fedhdp.privacy.accounting import epsilon_reports, privacy_costs
+    from fedhdp.privacy.tuning import format_trials, tuning_reports
 
     rounds, alike = experiment.rounds, {}  # type: ignore[var-annotated]
     chosen = experiment.mechanism.mechanism(rounds, experiment.delta)
     for variant in experiment.variants:
         mechanism = variant.mechanism(chosen)
-        alike.setdefault(tuple(spends(mechanism).items()), []).append((variant.name, mechanism))
+        alike.setdefault(tuple(privacy_costs(mechanism).items()), []).append((variant.name, mechanism))
     everything = [mechanism for variants in alike.values() for _, mechanism in variants]
     priced = []
     for variants in alike.values():
         groups = []
         for group in variants[0][1].groups:
             mechanism, delta = variants[0][1], experiment.delta_of(group.name)
-            rdp = prices(mechanism, rounds, delta)[group.name]
-            pld = prices(mechanism, rounds, delta, "pld")[group.name] if mechanism.sampling == "poisson" else None
+            rdp = epsilon_reports(mechanism, rounds, delta)[group.name]
+            pld = (
+                epsilon_reports(mechanism, rounds, delta, "pld")[group.name]
+                if mechanism.sampling == "poisson"
+                else None
+            )
             among = [m for m in everything if not next(one for one in m.groups if one.name == group.name).opted_out]
-            tuned = price_of_tuning(among or everything, rounds, delta, *tuning)[group.name] if tuning else None
+            tuned = tuning_reports(among or everything, rounds, delta, *tuning)[group.name] if tuning else None
             if tuned is not None and rdp.epsilon == math.inf:  # of this row nothing is promised, whatever is chosen
                 tuned = rdp
             groups.append(
@@ -226,7 +230,7 @@ def _priced(experiment: Experiment, tuning: tuple[float, float] | None) -> dict[
                 }
             )
         priced.append({"variants": [name for name, _ in variants], "groups": groups})
-    said = {"experiment": experiment.name, "tuning": in_words(*tuning) if tuning else None}
+    said = {"experiment": experiment.name, "tuning": format_trials(*tuning) if tuning else None}
     return said | {
         "leaves_out": experiment.when_spent == "leave_out" and bool(experiment.budgets),
         "mechanisms": priced,
@@ -234,11 +238,11 @@ def _priced(experiment: Experiment, tuning: tuple[float, float] | None) -> dict[
 
 
 def _cost(rounds: int) -> str:
-    return f"{counted(rounds)} cost{'s' * (rounds == 1)}"
+    return f"{pluralize(rounds)} cost{'s' * (rounds == 1)}"
 
 
 def _print_answer(answer: dict[str, Any]) -> None:
-    from fedhdp.accounting import SAMPLER
+    from fedhdp.privacy.accounting import SAMPLER
 
     out, fixed = console(), answer["sampling"] == "fixed"
     changed = "replacing one client" if fixed else "one client"
@@ -250,7 +254,7 @@ def _print_answer(answer: dict[str, Any]) -> None:
     )
     if asked:
         out.print(
-            f"Noise multiplier {noise}: {noise} times what {changed} can change keeps {counted(answer['rounds'])} "
+            f"Noise multiplier {noise}: {noise} times what {changed} can change keeps {pluralize(answer['rounds'])} "
             f"within epsilon {in_short(answer['epsilon_asked'])} at delta {answer['delta']:g}. "
             f"It costs {cost} ({rests})."
         )
@@ -279,7 +283,7 @@ def _print_answer(answer: dict[str, Any]) -> None:
 
 
 def _print_table(answer: dict[str, Any]) -> None:
-    from fedhdp.accounting import SAMPLER
+    from fedhdp.privacy.accounting import SAMPLER
 
     out, tuned = console(), answer["tuning"] is not None
     first = answer["mechanisms"][0]["groups"][0]
@@ -316,7 +320,7 @@ def _print_table(answer: dict[str, Any]) -> None:
 
 
 def _print_levels(answer: dict[str, Any]) -> None:
-    from fedhdp.accounting import SAMPLER
+    from fedhdp.privacy.accounting import SAMPLER
 
     out = console()
     rests = f"{SAMPLER[answer['sampling']]}, {answer['adjacency']}"

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from fedhdp.cli.show import console, print_json
+from fedhdp.cli._output import console, print_json
 
 app = typer.Typer(
     suggest_commands=False, help="See which data is there and where it comes from; import files, or download them."
@@ -50,7 +50,7 @@ def import_data(
 
     Example: `fedhdp data import ~/Downloads/mnist`
     """
-    from fedhdp.datasets.importing import import_files
+    from fedhdp.datasets.importers.importing import import_files
 
     left: list[str] = []
     with Shown() as shown:
@@ -72,7 +72,7 @@ def download(
     Example: `fedhdp data download mnist`
     """
     from fedhdp.datasets.directory import source
-    from fedhdp.datasets.download import download
+    from fedhdp.datasets.importers.download import download
 
     with Shown() as shown:
         download(source(name), shown.progress, sha256 and sha256.lower())

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedhdp.accounting import counted
-from fedhdp.cli.show import console, in_short, on_delta, print_json, print_table, table
+from fedhdp.cli._output import console, in_short, on_delta, print_json, print_table, table
+from fedhdp.privacy.accounting import pluralize
 
 if TYPE_CHECKING:
-    from fedhdp.plan import Level, Plan, Reach
+    from fedhdp.theory.planning import ErrorEstimate, Level, Plan
 
 ALGORITHMS = {
     "fedhdp": "FedHDP, weights above",
@@ -43,7 +43,7 @@ def plan(
 
     `fedhdp plan --clients 500 --cohort 50 --level none:inf:0.1 --level private:4:0.9 --toml > mine.toml`
     """
-    from fedhdp.plan import plan as made
+    from fedhdp.theory.planning import plan as made
 
     if json and toml:
         raise ValueError("give either --json or --toml, got both")
@@ -51,8 +51,8 @@ def plan(
     if json:
         print_json(answer)
     elif toml:
+        from fedhdp.experiments.config import to_toml
         from fedhdp.experiments.planned import planned
-        from fedhdp.experiments.spec import to_toml
 
         print(to_toml(planned(answer)), end="")
     else:
@@ -61,7 +61,7 @@ def plan(
 
 def _level(text: str) -> Level:
     """A level from NAME:EPSILON:SHARE, the share as 35% or 0.35."""
-    from fedhdp.plan import Level
+    from fedhdp.theory.planning import Level
 
     try:
         name, epsilon, share = text.rsplit(":", 2)
@@ -76,7 +76,7 @@ def _level(text: str) -> Level:
 def _print(plan: Plan) -> None:
     out = console()
     out.print(
-        f"{plan.clients:,} clients, {plan.cohort:g} a round, {counted(plan.rounds)}, delta {plan.delta:g}, "
+        f"{plan.clients:,} clients, {plan.cohort:g} a round, {pluralize(plan.rounds)}, delta {plan.delta:g}, "
         f"a model of {plan.parameters:,} parameters"
     )
     levels = table(("level",), ("clients", "a round", "ε asked", "noise z", "weight r", "say", "ε PLD", "ε RDP"))
@@ -88,7 +88,7 @@ def _print(plan: Plan) -> None:
             in_short(level.epsilon_asked),
             f"{level.noise_multiplier:.4g}",
             f"{level.weight:.2g}",
-            f"{level.say:.0%}",
+            f"{level.weight_share:.0%}",
             in_short(level.epsilon_pld),
             in_short(level.epsilon_rdp),
         )
@@ -103,7 +103,7 @@ def _print(plan: Plan) -> None:
     out.print("What reaches the model, in clips (the mean update that is looked for is at most 1)")
     reaching = table(("",), ("noise a round,\na parameter", "on all", "noise in mean\nof all rounds", "error"))
     for name, label in ALGORITHMS.items():
-        found = plan.reach[name]
+        found = plan.error_estimates[name]
         numbers = (found.noise_per_parameter, found.noise_of_a_round, found.noise, found.error)
         reaching.add_row(label, *(f"{number:.3g}" for number in numbers))
     print_table(out, reaching)
@@ -113,7 +113,7 @@ def _print(plan: Plan) -> None:
     costs = table(
         ("level",), ("as planned", "had they\nopted out", "without\nthem", "equal\nweights", "… without\nthem")
     )
-    now, equal = plan.reach["fedhdp"], plan.reach["hdp_fedavg"]
+    now, equal = plan.error_estimates["fedhdp"], plan.error_estimates["hdp_fedavg"]
     for cost in plan.costs:
         worlds = (now, cost.opted_out, cost.without, equal, cost.unweighed_without)
         costs.add_row(cost.name, *(_error(world) for world in worlds))
@@ -121,8 +121,8 @@ def _print(plan: Plan) -> None:
     out.print(_in_words(plan))
 
 
-def _error(reach: Reach | None) -> str:
-    return "–" if reach is None else f"{reach.error:.3g}"
+def _error(estimate_error: ErrorEstimate | None) -> str:
+    return "–" if estimate_error is None else f"{estimate_error.error:.3g}"
 
 
 def _in_words(plan: Plan) -> str:
@@ -130,7 +130,7 @@ def _in_words(plan: Plan) -> str:
     strictest = max(plan.levels, key=lambda level: level.noise_multiplier)
     if strictest.opted_out:
         return "Nobody asked for privacy, so there is no noise."
-    times = plan.reach["dp_fedavg"].error / plan.reach["fedhdp"].error
+    times = plan.error_estimates["dp_fedavg"].error / plan.error_estimates["fedhdp"].error
     best = math.isclose(times, 1, rel_tol=0.005)
     verdict = "the error is the same" if best else f"the error is {times:.2g} times the planned one"
     return f"With everybody at the level {strictest.name!r}, which is DP-FedAvg, {verdict}."

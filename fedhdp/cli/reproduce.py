@@ -14,12 +14,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedhdp.cli.show import print_json, table
+from fedhdp.cli._output import print_json, table
 
 if TYPE_CHECKING:
-    from fedhdp.experiments.paper import Part
-    from fedhdp.report.paper_tables import Comparison
-    from fedhdp.report.paper_writing import Shown
+    from fedhdp.reproduction.comparison import Comparison
+    from fedhdp.reproduction.render import Shown
+    from fedhdp.reproduction.tables import Part
 
 
 def reproduce(
@@ -82,11 +82,11 @@ def reproduce(
 
     `fedhdp reproduce noniid-mnist --render --json`
     """
-    from fedhdp.experiments.own import parts, rows_of
-    from fedhdp.experiments.paper import ROUNDS, TABLES, Options, stands_for
-    from fedhdp.experiments.reproducing import refuse_what_is_not_ours
-    from fedhdp.report.paper_files import write
-    from fedhdp.report.paper_tables import compare
+    from fedhdp.reproduction.comparison import compare
+    from fedhdp.reproduction.extensions import parts, rows_of
+    from fedhdp.reproduction.files import write
+    from fedhdp.reproduction.runner import refuse_what_is_not_ours
+    from fedhdp.reproduction.tables import ROUNDS, TABLES, Options, stands_for
 
     rows_of(name, rows)  # an unknown table or row is refused first
     folder = out or Path("runs") / "paper" / name
@@ -155,9 +155,9 @@ def _given(context: typer.Context, but: Container[str]) -> list[click.Parameter]
 
 def _run(parts: list[Part], folder: Path, about: str, command: str, out: Path | None, errors: Console) -> None:
     """Run what is not done yet; Ctrl-C stops after the round and says how to go on."""
-    from fedhdp.experiments import reproducing
-    from fedhdp.experiments.run import Interrupted
-    from fedhdp.progress import ProgressDisplay
+    from fedhdp.cli._progress import ProgressDisplay
+    from fedhdp.experiments.runner import Interrupted
+    from fedhdp.reproduction import runner as reproducing
 
     parts = reproducing.fitted(folder, parts)
     errors.print(f"data: {about}", soft_wrap=True)
@@ -181,7 +181,7 @@ def _run(parts: list[Part], folder: Path, about: str, command: str, out: Path | 
 
 
 def _print(found: Comparison) -> None:
-    from fedhdp.report import paper_writing as writing
+    from fedhdp.reproduction import render as writing
 
     out = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
     for line in writing.title(found):

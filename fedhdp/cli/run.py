@@ -14,10 +14,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fedhdp.cli.show import in_short, print_json
+from fedhdp.cli._output import in_short, print_json
 
 if TYPE_CHECKING:
-    from fedhdp.outcome import Summary
+    from fedhdp.results.schema import Summary
 
 
 def list_experiments() -> None:
@@ -66,12 +66,12 @@ def run(
     """
     import msgspec
 
-    from fedhdp import results
+    from fedhdp.cli._progress import ProgressDisplay
     from fedhdp.cli.reproduce import seeds_of
     from fedhdp.experiments import EXPERIMENTS
-    from fedhdp.experiments import run as runs
-    from fedhdp.experiments.spec import find
-    from fedhdp.progress import ProgressDisplay
+    from fedhdp.experiments import runner as runs
+    from fedhdp.experiments.config import find
+    from fedhdp.results import store as results
 
     errors = Console(stderr=True, markup=False)
     changes = {
@@ -123,7 +123,7 @@ def run(
 
 
 def _print_table(summary: Summary, others: Sequence[Summary] = ()) -> None:
-    from fedhdp.outcome import footnotes, table
+    from fedhdp.results.tables import footnotes, table
 
     console = Console(markup=False) if sys.stdout.isatty() else Console(width=200, markup=False)
     more = [other.variants for other in others]
@@ -151,16 +151,16 @@ def _print_table(summary: Summary, others: Sequence[Summary] = ()) -> None:
 
 def _print_ledger(folder: Path) -> None:
     """What the population has spent by now, where a ledger knows: the table is about this run alone."""
-    from fedhdp.accounting import fits
     from fedhdp.cli.ledger import standing_of
-    from fedhdp.experiments.spec import from_toml
-    from fedhdp.ledger import Ledger
-    from fedhdp.results import EXPERIMENT
+    from fedhdp.experiments.config import from_toml
+    from fedhdp.privacy.accounting import within_budget
+    from fedhdp.privacy.ledger import Ledger
+    from fedhdp.results.store import EXPERIMENT
 
     experiment = from_toml((folder / EXPERIMENT).read_text(encoding="utf-8"), str(folder / EXPERIMENT))
     if experiment.ledger is None or not Path(experiment.ledger).exists():
         return
-    with Ledger(experiment.ledger, fits, read_only=True) as ledger:
+    with Ledger(experiment.ledger, within_budget, read_only=True) as ledger:
         names = [group.name for group in experiment.mechanism.groups if group.name in ledger.groups()]
         standing = {name: standing_of(ledger, name, experiment.delta_of(name)) for name in names}
     told = ", ".join(

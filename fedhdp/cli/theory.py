@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedhdp.cli.show import console, print_json, print_table, table
+from fedhdp.cli._output import console, print_json, print_table, table
 
 if TYPE_CHECKING:
     from fedhdp.theory.linear_regression import Level, Problem
@@ -76,7 +76,7 @@ def figures(
 
     Example: `fedhdp theory figures --out figures`
     """
-    from fedhdp.report.theory_figures import theory_figures
+    from fedhdp.reproduction.theory.figures import theory_figures
 
     for path in theory_figures(out, trials):
         print(path)
@@ -88,7 +88,7 @@ def tables() -> None:
 
     Example: `fedhdp theory tables`
     """
-    from fedhdp.theory.tables import tables as computed
+    from fedhdp.reproduction.theory.tables import tables as computed
 
     print("\n\n".join(f"{each.title}\n\n{each.markdown}" for each in computed()))
 

@@ -15,9 +15,9 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from fedhdp.data import Examples, FederatedData, examples
 from fedhdp.datasets import stored
-from fedhdp.datasets.splitting import shuffled
-from fedhdp.population import Examples, Population, examples
+from fedhdp.datasets.splits import shuffled
 
 Origin = Literal["tff", "leaf", "330"]
 NAMES = {"tff": "emnist-tff", "leaf": "femnist-leaf", "330": "femnist-330"}
@@ -30,7 +30,7 @@ def femnist(
     clients: int | None = None,
     seed: int = 0,
     directory: Path | None = None,
-) -> Population:
+) -> FederatedData:
     """A population of writers from the data directory: all of them, or so many that the seed chooses."""
     if origin not in get_args(Origin):
         raise ValueError(f"origin must be one of {', '.join(get_args(Origin))}, not {origin!r}")

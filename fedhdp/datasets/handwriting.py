@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedhdp.data import FederatedData, Source, examples
 from fedhdp.datasets.glyphs import GLYPHS, STROKES, shapes
-from fedhdp.datasets.splitting import Split
-from fedhdp.population import Population, Source, examples
+from fedhdp.datasets.splits import Split
 
 # How hard the data is: standard deviations of what a writer does to all glyphs, of what a writer does to one glyph, and
 # of what happens to one sample. Shapes are in heights of a capital. Chosen so that a nearest mean, a linear model and a
@@ -81,7 +81,7 @@ def handwriting(
     sizes: Sequence[int] | None = None,
     seed: int = 0,
     test_sizes: Sequence[int] | None = None,
-) -> Population:
+) -> FederatedData:
     """A population whose clients hold handwriting: each its own, or each that of many writers in one class.
 
     What would not fit into memory is written when a client is asked for it, and not everybody is tested: about
@@ -99,7 +99,7 @@ def handwriting(
         train = examples(*make(np.arange(clients), count_K, part="train"), count_K)
     test = examples(*make(np.arange(clients), test_count_K, part="test"), test_count_K)
     server_x_N, server_y_N = server_examples(server_test, classes, seed)
-    return Population(f"handwriting-{split}-{classes}", train, test, server_x_N, server_y_N, classes)
+    return FederatedData(f"handwriting-{split}-{classes}", train, test, server_x_N, server_y_N, classes)
 
 
 class OnDemand(NamedTuple):
@@ -109,7 +109,7 @@ class OnDemand(NamedTuple):
     make: Callable[..., tuple[np.ndarray, np.ndarray]]
 
     @property
-    def alike(self) -> bool:
+    def uniform_size(self) -> bool:
         """Whether all clients have the same number of examples."""
         return bool((self.count_K == self.count_K[0]).all())
 

@@ -22,9 +22,9 @@ from typing import get_args
 
 import numpy as np
 
+from fedhdp.data import FederatedData, examples
 from fedhdp.datasets import stored
-from fedhdp.datasets.splitting import Split, by_client, nine_tenths
-from fedhdp.population import Population, examples
+from fedhdp.datasets.splits import Split, by_client, nine_tenths
 
 SKEWED_DIGIT = 7
 PARTS = {  # the idx file of each stored array
@@ -43,7 +43,7 @@ def mnist(
     test_samples: int = 100,
     seed: int = 0,
     directory: Path | None = None,
-) -> Population:
+) -> FederatedData:
     """MNIST among clients (by default 2,000, or all 836 writers), from the data directory."""
     if split not in get_args(Split):
         raise ValueError(f"split must be one of {', '.join(get_args(Split))}, not {split!r}")
@@ -56,7 +56,7 @@ def mnist(
     return _one_digit(arrays, split, 2000 if clients is None else clients, skewed_clients, samples, test_samples, rng)
 
 
-def _by_writer(arrays: dict, writers: dict, clients: int | None, rng: np.random.Generator) -> Population:
+def _by_writer(arrays: dict, writers: dict, clients: int | None, rng: np.random.Generator) -> FederatedData:
     """Both parts of MNIST pooled, as nobody wrote for both; the server tests on all clients' test images."""
     x_N, y_N = (np.concatenate([arrays[f"train_{a}"], arrays[f"test_{a}"]]) for a in "xy")
     names_K, client_N = np.unique(np.concatenate([writers["train"], writers["test"]]), return_inverse=True)
@@ -68,7 +68,7 @@ def _by_writer(arrays: dict, writers: dict, clients: int | None, rng: np.random.
 
 def _one_digit(
     arrays: dict, split: str, clients: int, skewed: int, samples: int, test_samples: int, rng: np.random.Generator
-) -> Population:
+) -> FederatedData:
     """Each client holds one digit, each digit has as many clients as its share of the images."""
     pools = [np.flatnonzero(arrays["train_y"] == digit) for digit in range(10)]
     test_pools = [np.flatnonzero(arrays["test_y"] == digit) for digit in range(10)]
@@ -96,7 +96,7 @@ def _one_digit(
             ("test", test_row_KM, np.full(clients, test_samples)),
         )
     )
-    return Population(f"mnist-{split}", train, test, arrays["test_x"], arrays["test_y"].astype(np.int32), 10)
+    return FederatedData(f"mnist-{split}", train, test, arrays["test_x"], arrays["test_y"].astype(np.int32), 10)
 
 
 def _skewed_first(order_K: np.ndarray, digit_K: np.ndarray, skewed: int) -> np.ndarray:

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedhdp.mechanism import require
-from fedhdp.population import Examples, Population, examples
+from fedhdp.data import Examples, FederatedData, examples
+from fedhdp.errors import require
 
 
 def linear_regression(
     clients: int, dimensions: int, samples: int, alpha2: float, tau2: float, seed: int = 0
-) -> Population:
+) -> FederatedData:
     """Each example is a feature vector and its noisy response; one input for each coordinate, one output."""
     require(samples >= dimensions, "samples", samples, f"at least the number of dimensions, {dimensions}")
     rng = _stream(clients, dimensions, samples, alpha2, tau2, seed)
@@ -41,7 +41,7 @@ def linear_regression(
 
 def point_estimation(
     clients: int, dimensions: int, samples: int, alpha2: float, tau2: float, seed: int = 0
-) -> Population:
+) -> FederatedData:
     """Each example is a noisy sight of the client's truth; the one input is 1, one output for each coordinate."""
     rng = _stream(clients, dimensions, samples, alpha2, tau2, seed)
     truth_D, truth_KD = _truths(rng, clients, dimensions, tau2)
@@ -67,7 +67,7 @@ def _truths(rng: np.random.Generator, clients: int, dimensions: int, tau2: float
     return truth_D, truth_D + tau2**0.5 * rng.standard_normal((clients, dimensions))
 
 
-def _population(name: str, train: tuple, test: tuple, server: tuple) -> Population:
+def _population(name: str, train: tuple, test: tuple, server: tuple) -> FederatedData:
     """Stacked inputs and targets, client after client, in single precision."""
 
     def flat(x_KM: np.ndarray, y_KM: np.ndarray) -> Examples:
@@ -75,4 +75,4 @@ def _population(name: str, train: tuple, test: tuple, server: tuple) -> Populati
         return examples(x_N, y_N, np.full(len(x_KM), x_KM.shape[1]))
 
     server_x_N, server_y_N = (a.astype(np.float32) for a in server)
-    return Population(name, flat(*train), flat(*test), server_x_N, server_y_N, classes=0)
+    return FederatedData(name, flat(*train), flat(*test), server_x_N, server_y_N, classes=0)

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from fedhdp.experiments.quickstart import by_writer, letters, quickstart, skewed, three_levels
-from fedhdp.experiments.spec import Experiment
+from fedhdp.experiments.config import Experiment
+from fedhdp.experiments.presets import by_writer, letters, quickstart, skewed, three_levels
 
 EXPERIMENTS: dict[str, Callable[[], Experiment]] = {
     "quickstart": quickstart,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from fedhdp.experiments.choices import Handwriting, Mlp
-from fedhdp.experiments.quickstart import PAPER_TRAINING
-from fedhdp.experiments.spec import Experiment, Variant, WantedGroup, WantedMechanism
-from fedhdp.plan import Plan
+from fedhdp.experiments.components import Handwriting, Mlp
+from fedhdp.experiments.config import Experiment, GroupConfig, MechanismConfig, Variant
+from fedhdp.experiments.presets import PAPER_TRAINING
+from fedhdp.theory.planning import Plan
 
 PIXELS, CLASSES = 784, 10
 
@@ -16,7 +16,7 @@ def planned(plan: Plan) -> Experiment:
     """The experiment; the network has as many parameters as a hidden layer can make it."""
     hidden = max(1, round((plan.parameters - CLASSES) / (PIXELS + 1 + CLASSES)))
     groups = tuple(
-        WantedGroup(level.name, level.clients, group.sampling_rate, epsilon=level.epsilon_asked, weight=group.weight)
+        GroupConfig(level.name, level.clients, group.sampling_rate, epsilon=level.epsilon_asked, weight=group.weight)
         for level, group in zip(plan.levels, plan.mechanism.groups)
     )
     asked = ", ".join(f"{level.name} ({_in_words(level.epsilon_asked)})" for level in plan.levels)
@@ -27,7 +27,7 @@ def planned(plan: Plan) -> Experiment:
         delta=plan.delta,
         data=Handwriting(clients=plan.clients),
         model=Mlp(hidden=hidden),
-        mechanism=WantedMechanism(groups, plan.mechanism.clip),
+        mechanism=MechanismConfig(groups, plan.mechanism.clip),
         variants=(
             Variant("Non-Private+Ditto", "non_private"),
             Variant("DP-FedAvg+Ditto", "dp_fedavg"),

@@ -25,8 +25,8 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.common.logger import log
 
-from fedhdp.flower.client_folder import SPENT, Folder, Memory, Promise, check, promised
-from fedhdp.flower.messages import (
+from fedhdp.flower.client_state import SPENT, Folder, Memory, Promise, check, promised
+from fedhdp.flower.protocol import (
     Arrays,
     Choice,
     Declined,
@@ -39,7 +39,7 @@ from fedhdp.flower.messages import (
     shapes,
     tell_choice,
 )
-from fedhdp.ledger import Budget
+from fedhdp.privacy.ledger import Budget
 
 Fit = Callable[[Arrays, Arrays, float, int], tuple[Arrays, Arrays | None]]
 

@@ -18,9 +18,9 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from msgspec.structs import replace
 
-from fedhdp.flower.deployment import Deployment
-from fedhdp.flower.messages import Offer, ask_choice, read_choice
-from fedhdp.ledger import Ledger
+from fedhdp.flower.config import Deployment
+from fedhdp.flower.protocol import Offer, ask_choice, read_choice
+from fedhdp.privacy.ledger import Ledger
 
 
 class Registry:

@@ -1,7 +1,7 @@
 """The ServerApp: registrations, rounds, checkpoints, and on from there in a new run.
 
 Everything that a run knows is in its folder, in the simulator's format, and in the ledger. A ServerApp that died is
-started again with the same ``out``: round, model, clip, optimiser, registrations and what was spent go on from the last
+started again with the same ``out``: round, model, clip, optimizer, registrations and what was spent go on from the last
 completed round; a round that was under way is charged again.
 """
 
@@ -23,19 +23,20 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
 import fedhdp
-from fedhdp import results
-from fedhdp.accounting import fits
-from fedhdp.charging import BudgetSpent
-from fedhdp.flower.deployment import Deployment, from_run_config, from_toml, to_toml
+from fedhdp.errors import require
+from fedhdp.flower.config import Deployment, from_run_config, from_toml, to_toml
 from fedhdp.flower.exchange import gather
-from fedhdp.flower.messages import Arrays, as_record, shapes, unflat
+from fedhdp.flower.protocol import Arrays, as_record, shapes, unflat
 from fedhdp.flower.registry import Registry
-from fedhdp.flower.spending import Purse, Stretch
+from fedhdp.flower.spending import DeploymentBilling, Segment
 from fedhdp.flower.strategy import FedHDP
-from fedhdp.ledger import Ledger
-from fedhdp.mechanism import require
-from fedhdp.outcome import Summary, VariantResult, fill_in, text_table
-from fedhdp.results import RunFolder, VariantFolder
+from fedhdp.privacy.accounting import within_budget
+from fedhdp.privacy.budget import BudgetExhausted
+from fedhdp.privacy.ledger import Ledger
+from fedhdp.results import store as results
+from fedhdp.results.schema import Summary, VariantResult, attach_metrics
+from fedhdp.results.store import RunDirectory, VariantDirectory
+from fedhdp.results.tables import format_table
 from fedhdp.server import averaged_model, start
 
 Score = Callable[[Arrays], float]
@@ -46,7 +47,7 @@ class Record(msgspec.Struct):
     """What a checkpoint holds beside arrays."""
 
     members: dict[str, str] = {}
-    stretches: list[Stretch] = []
+    stretches: list[Segment] = []
     left_out: set[str] = set()
     refused: dict[str, dict[str, int]] = {}
     strangers: int = 0
@@ -62,7 +63,7 @@ def server_app(start_model: Callable[[Deployment], Arrays], score: Score | None 
         logging.getLogger("flwr").propagate = False  # else each line is shown twice once absl has been imported
         deployment = from_run_config(context.run_config)
         summary = serve(grid, deployment, start_model(deployment), score)
-        for line in text_table(summary.variants).splitlines():
+        for line in format_table(summary.variants).splitlines():
             log(INFO, "%s", line)
 
     return app
@@ -75,7 +76,7 @@ def serve(grid: Grid, deployment: Deployment, start_model: Arrays, score: Score 
         raise TypeError(f"a model is a dictionary of named NumPy arrays, not a {type(start_model).__name__}")
     finite = len(start_model) > 0 and all(np.isfinite(array).all() for array in start_model.values())
     require(finite, "start model", sorted(start_model), "of one array or more, all finite")
-    with _folder(out, deployment) as folder, Ledger(deployment.ledger, fits) as ledger:
+    with _folder(out, deployment) as folder, Ledger(deployment.ledger, within_budget) as ledger:
         if (out / results.SUMMARY).exists():
             log(WARNING, "%s holds a run that is finished", out)
             return results.read_value(out / results.SUMMARY, Summary)
@@ -86,11 +87,11 @@ def serve(grid: Grid, deployment: Deployment, start_model: Arrays, score: Score 
         return summary
 
 
-def _folder(out: Path, deployment: Deployment) -> RunFolder:
+def _folder(out: Path, deployment: Deployment) -> RunDirectory:
     said = to_toml(deployment)
     if not (out / results.EXPERIMENT).exists():
-        return RunFolder.create(out, said)
-    folder = RunFolder.open(out)
+        return RunDirectory.create(out, said)
+    folder = RunDirectory.open(out)
     begun = from_toml((out / results.EXPERIMENT).read_text(encoding="utf-8"))
     if differing := deployment.differs(begun):
         folder.__exit__()
@@ -103,7 +104,7 @@ def _serve(
     grid: Grid,
     deployment: Deployment,
     run: str,
-    part: VariantFolder,
+    part: VariantDirectory,
     ledger: Ledger,
     start_model: Arrays,
     score: Score | None,
@@ -112,7 +113,7 @@ def _serve(
     record = Record() if checkpoint is None else _record(checkpoint)
     before = 0.0 if checkpoint is None else float(checkpoint["seconds"])
     registry = Registry(deployment, ledger, run, record.members)
-    purse = Purse(deployment, ledger, run, record.stretches, record.left_out)
+    purse = DeploymentBilling(deployment, ledger, run, record.stretches, record.left_out)
     strategy = FedHDP(deployment, registry, purse, run, start_model, score)
     strategy.summary()
     registry.wait_for_enough(grid)
@@ -131,19 +132,19 @@ def _serve(
     seconds = before + time.monotonic() - begun
     groups = purse.priced()
     result = VariantResult(VARIANT, "fedhdp", strategy.round, seconds, deployment.repeatable, groups, stopped=stopped)
-    result = fill_in(result, part.history())
+    result = attach_metrics(result, part.history())
     part.finish(_parameters(strategy), result)
     return result
 
 
-def _play(grid: Grid, strategy: FedHDP, part: VariantFolder, keep: Callable[[], None]) -> str | None:
+def _play(grid: Grid, strategy: FedHDP, part: VariantDirectory, keep: Callable[[], None]) -> str | None:
     """The rounds that are left, and the evaluation at the end; why it ended early, if it did."""
     deployment, stopped, nothing = strategy.deployment, None, ConfigRecord()
     while strategy.round < deployment.rounds:
         number = strategy.round + 1
         try:
             messages = strategy.configure_train(number, as_record(strategy.model), nothing, grid)
-        except BudgetSpent as error:
+        except BudgetExhausted as error:
             stopped = str(error)
             log(WARNING, "stopping after round %d: %s", strategy.round, stopped)
             break

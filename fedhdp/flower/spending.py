@@ -13,15 +13,15 @@ from collections.abc import Mapping
 
 import msgspec
 
-from fedhdp.accounting import Spend, compose, spend
-from fedhdp.charging import BudgetSpent, charge_round, without
-from fedhdp.flower.deployment import Deployment
-from fedhdp.ledger import Ledger
+from fedhdp.flower.config import Deployment
 from fedhdp.mechanism import Mechanism
-from fedhdp.outcome import GroupResult, group_results
+from fedhdp.privacy.accounting import PrivacyCost, compose, privacy_cost
+from fedhdp.privacy.budget import BudgetExhausted, charge_round, without
+from fedhdp.privacy.ledger import Ledger
+from fedhdp.results.schema import GroupResult, account_groups
 
 
-class Stretch(msgspec.Struct):
+class Segment(msgspec.Struct):
     """Rounds that were run under one mechanism, and the name under which the ledger knows them."""
 
     name: str
@@ -29,10 +29,10 @@ class Stretch(msgspec.Struct):
     rounds: int = 0
 
 
-class Purse:
+class DeploymentBilling:
     """Pays for a run's rounds."""
 
-    def __init__(self, deployment: Deployment, ledger: Ledger, run: str, stretches: list[Stretch], left_out: set[str]):
+    def __init__(self, deployment: Deployment, ledger: Ledger, run: str, stretches: list[Segment], left_out: set[str]):
         self.deployment, self.ledger, self.run = deployment, ledger, run
         self.stretches, self.left_out = stretches, left_out
         self._members: dict[str, str] = {}
@@ -57,7 +57,7 @@ class Purse:
         if not self.stretches or self.mechanism != due:
             taken = {run.name for run in self.ledger.runs()}  # also by rounds that a crash made us forget
             name = next(name for n in itertools.count(1) if (name := f"{self.run}/{n}") not in taken)
-            self.stretches.append(Stretch(name, due))
+            self.stretches.append(Segment(name, due))
         self.ledger.begin(self.stretches[-1].name, due, self.stretches[-1].rounds, self._members)
 
     def _whole(self) -> Mechanism:
@@ -69,7 +69,7 @@ class Purse:
         due = lambda: (self.stretches[-1].name, self.mechanism)  # noqa: E731
         try:
             charge_round(self.ledger, due, self.deployment.repeatable, self.deployment.when_spent, self._leave_out)
-        except BudgetSpent:
+        except BudgetExhausted:
             if self.deployment.when_spent == "leave_out":
                 self.left_out = {group.name for group in self.mechanism.groups}
             raise
@@ -87,13 +87,15 @@ class Purse:
         """How many rounds of this run are paid for, also those that were run again after a crash."""
         return self.ledger.charged(f"{self.run}/")
 
-    def spent(self, level: str) -> list[Spend]:
+    def spent(self, level: str) -> list[PrivacyCost]:
         """What this run has cost a group so far: all that was charged, or would have been without a seed."""
         if self.deployment.repeatable:
             groups = ((s, group) for s in self.stretches for group in s.mechanism.groups if group.name == level)
-            return [spend(stretch.mechanism, group, stretch.rounds) for stretch, group in groups if stretch.rounds]
+            return [
+                privacy_cost(stretch.mechanism, group, stretch.rounds) for stretch, group in groups if stretch.rounds
+            ]
         names = (run.name for run in self.ledger.runs() if run.name.startswith(f"{self.run}/"))
-        return [Spend(*spent) for name in names for spent in self.ledger.spent(level, name)]
+        return [PrivacyCost(*spent) for name in names for spent in self.ledger.spent(level, name)]
 
     def epsilon(self) -> dict[str, float]:
         """Each group's epsilon, over all runs that the ledger knows: infinity for those who opted out."""
@@ -106,4 +108,4 @@ class Purse:
 
     def priced(self) -> list[GroupResult]:
         """Every group with what this run has cost it, by both accountants."""
-        return group_results(self._whole(), self.spent, self.deployment.delta_of)
+        return account_groups(self._whole(), self.spent, self.deployment.delta_of)

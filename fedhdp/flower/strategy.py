@@ -24,10 +24,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedhdp import server
-from fedhdp.accounting import counted, rounded_up
-from fedhdp.flower.deployment import Deployment
+from fedhdp.flower.config import Deployment
 from fedhdp.flower.exchange import Answers, tie
-from fedhdp.flower.messages import (
+from fedhdp.flower.protocol import (
     Arrays,
     Declined,
     Order,
@@ -40,18 +39,19 @@ from fedhdp.flower.messages import (
     unflat,
 )
 from fedhdp.flower.registry import Registry
-from fedhdp.flower.spending import Purse
-from fedhdp.mechanism import SERVER, Terms
-from fedhdp.metrics import Row, group_rows
-from fedhdp.randomness import COHORT, NOISE, fresh, stream
+from fedhdp.flower.spending import DeploymentBilling
+from fedhdp.mechanism import SERVER, RoundParams
+from fedhdp.privacy.accounting import format_epsilon, pluralize
+from fedhdp.results.metrics import MetricRow, group_rows
+from fedhdp.rng import COHORT, NOISE, os_entropy, stream
 from fedhdp.server import ServerState, Sums
 
 ABSENT, DECLINED, FAILED = "absent", "declined", "failed"
 
 
 @jax.jit
-def _clip_and_sum(terms: Terms, clip: jax.Array, update_CP: jax.Array, *who: jax.Array) -> server.Sums:
-    return server.clip_and_sum(terms, clip, server.in_rows(update_CP), *who)
+def _clip_and_sum(terms: RoundParams, clip: jax.Array, update_CP: jax.Array, *who: jax.Array) -> server.Sums:
+    return server.clip_and_sum(terms, clip, server.dense_updates(update_CP), *who)
 
 
 _finish_round = jax.jit(server.finish_round, static_argnums=0)
@@ -78,7 +78,7 @@ class FedHDP(Strategy):
         self,
         deployment: Deployment,
         registry: Registry,
-        purse: Purse,
+        purse: DeploymentBilling,
         run: str,
         start_model: Arrays,
         score: Callable[[Arrays], float] | None = None,
@@ -89,7 +89,7 @@ class FedHDP(Strategy):
         self.state: ServerState | None = None
         self.refused: dict[str, Counter[str]] = {name: Counter() for name in deployment.levels}
         self.strangers = 0  # answers to messages that were never sent
-        self.rows: list[Row] = []  # of the last round
+        self.rows: list[MetricRow] = []  # of the last round
         self._drawn: Counter[str] = Counter()
         self._asked: list[Asked] = []
         self._scored = -1  # the round whose model was last looked at on the server's test set
@@ -138,7 +138,7 @@ class FedHDP(Strategy):
         """Clip and sum what counts, noise it, move the model and the clip."""
         assert self.state is not None
         mechanism = self.purse.mechanism
-        terms, answers, came, counts = mechanism.terms, self._tie(replies), Counter[str](), Counter[str]()
+        terms, answers, came, counts = mechanism.round_params, self._tie(replies), Counter[str](), Counter[str]()
         groups = [group.name for group in mechanism.groups]
         nobody_G = jnp.zeros(len(groups), jnp.int32)
         sums = Sums(jnp.zeros_like(self.state.theta_P), jnp.float32(0), nobody_G)
@@ -187,7 +187,7 @@ class FedHDP(Strategy):
 
     def summary(self) -> None:
         """Say what is about to be run."""
-        log(INFO, "%s; levels, the strictest first: %s", counted(self.deployment.rounds), self.deployment.strictness)
+        log(INFO, "%s; levels, the strictest first: %s", pluralize(self.deployment.rounds), self.deployment.strictness)
 
     def _clients(self) -> list[tuple[str, int]]:
         """Every client with its group, in the order in which a mechanism has its clients."""
@@ -235,7 +235,7 @@ class FedHDP(Strategy):
             log(WARNING, "a reply of %s is refused: %s", _who(asked), error)
         return None
 
-    def _score_rows(self, round: int, scores: dict[str, dict[str, float]]) -> list[Row]:
+    def _score_rows(self, round: int, scores: dict[str, dict[str, float]]) -> list[MetricRow]:
         """What clients say of the global model and of their own, by group; of a group of one that is its own score."""
         group_of, names = dict(self._clients()), [group.name for group in self.purse.mechanism.groups]
         rows = []
@@ -246,23 +246,23 @@ class FedHDP(Strategy):
                 rows += group_rows(round, model, names, group_K, score_K)
         return rows
 
-    def _server_rows(self) -> list[Row]:
+    def _server_rows(self) -> list[MetricRow]:
         if self.score is None or self._scored == self.round:
             return []
         self._scored = self.round
-        return [Row(self.round, SERVER, "global", "accuracy", float(self.score(self.model)))]
+        return [MetricRow(self.round, SERVER, "global", "accuracy", float(self.score(self.model)))]
 
-    def _round_rows(self, came: Counter[str]) -> list[Row]:
+    def _round_rows(self, came: Counter[str]) -> list[MetricRow]:
         assert self.state is not None
-        rows = [Row(self.round, SERVER, "global", "clip", float(self.state.clip))]
+        rows = [MetricRow(self.round, SERVER, "global", "clip", float(self.state.clip))]
         if self.strangers:
-            rows.append(Row(self.round, SERVER, "global", "refused: replayed", float(self.strangers)))
+            rows.append(MetricRow(self.round, SERVER, "global", "refused: replayed", float(self.strangers)))
         sent = Counter(asked.order.level for asked in self._asked)
         for name, epsilon in self.purse.epsilon().items():
             values: dict[str, float] = {"drawn": self._drawn[name], "sent": sent[name], "replies": came[name]}
             values |= {"refused": self.refused[name].total(), "epsilon": epsilon}
             values |= {f"refused: {kind}": count for kind, count in self.refused[name].items()}
-            rows += [Row(self.round, name, "global", metric, float(value)) for metric, value in values.items()]
+            rows += [MetricRow(self.round, name, "global", metric, float(value)) for metric, value in values.items()]
         return rows
 
     def _say(self, came: Counter[str], counts: Counter[str]) -> None:
@@ -271,7 +271,7 @@ class FedHDP(Strategy):
             if row.round == self.round and row.group != SERVER:
                 told.setdefault(row.group, {})[row.metric] = row.value
         by_group = "; ".join(
-            f"{name} {came[name]} of {v['sent']:.0f} sent, epsilon {rounded_up(v['epsilon'])}"
+            f"{name} {came[name]} of {v['sent']:.0f} sent, epsilon {format_epsilon(v['epsilon'])}"
             for name, v in told.items()
         )
         others = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
@@ -280,5 +280,5 @@ class FedHDP(Strategy):
 
     def _noise_key(self) -> jax.Array:
         seed = self.deployment.noise_seed
-        words = fresh(2) if seed is None else stream(seed, NOISE, self.round)
+        words = os_entropy(2) if seed is None else stream(seed, NOISE, self.round)
         return jax.random.wrap_key_data(jnp.asarray(words))

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedhdp.mechanism import require
+from fedhdp.errors import require
 
 
 class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from fedhdp.mechanism import require
+from fedhdp.errors import require
 from fedhdp.theory.linear_regression import Level, Problem
 
 

@@ -1,0 +1,1 @@
+"""Foreign formats: how they are downloaded, checked and read."""

@@ -1,0 +1,1 @@
+"""How a round is made fast; imported by ``simulation`` and ``flower`` alone."""

@@ -1,0 +1,1 @@
+"""Optional kernels for NVIDIA GPUs."""

@@ -1,0 +1,113 @@
+"""The built-in experiments on the embedded handwriting: each a function that returns a whole Experiment.
+
+All but ``letters`` are of the paper's non-IID MNIST shape: 2,000 clients with 30 samples, 5% of them sampled a round, 5%
+opted out.
+"""
+
+from __future__ import annotations
+
+from fedhdp.client import LocalTraining
+from fedhdp.experiments.components import Cnn, Handwriting
+from fedhdp.experiments.config import Experiment, GroupConfig, MechanismConfig, Variant
+from fedhdp.mechanism import AdaptiveClip
+
+PAPER_TRAINING = LocalTraining(epochs=25, batch_size=20, learning_rate=0.5, decay=0.9, decay_every=50)
+OPTED_OUT, PRIVATE = "opted out", "private"
+
+
+def _two_levels(weight: float, noise_multiplier: float = 1.5) -> MechanismConfig:
+    opted_out = GroupConfig(OPTED_OUT, 100, 0.05, noise_multiplier=0.0)
+    private = GroupConfig(PRIVATE, 1900, 0.05, noise_multiplier=noise_multiplier, weight=weight)
+    return MechanismConfig((opted_out, private), AdaptiveClip(initial=0.5))
+
+
+def _comparison(weight: float) -> tuple[Variant, ...]:
+    return (
+        Variant("Non-Private+Ditto", "non_private"),
+        Variant("DP-FedAvg+Ditto", "dp_fedavg"),
+        Variant("HDP-FedAvg+Ditto", "hdp_fedavg"),
+        Variant(f"FedHDP r={weight:g}", "fedhdp"),
+    )
+
+
+def quickstart() -> Experiment:
+    """FedHDP against its baselines: 2,000 clients with one digit each, 5% of them opted out."""
+    weight = 0.01
+    return Experiment(
+        name="quickstart",
+        about=quickstart.__doc__ or "",
+        rounds=500,
+        data=Handwriting(clients=2000, split="one_digit"),
+        mechanism=_two_levels(weight),
+        variants=_comparison(weight),
+        training=PAPER_TRAINING,
+    )
+
+
+def skewed() -> Experiment:
+    """The same where all who opted out hold the digit 7, so that private clients must be heard."""
+    weight = 0.1
+    return Experiment(
+        name="skewed",
+        about=skewed.__doc__ or "",
+        rounds=300,
+        data=Handwriting(clients=2000, split="skewed"),
+        mechanism=_two_levels(weight),
+        variants=_comparison(weight),
+        training=PAPER_TRAINING,
+    )
+
+
+def by_writer() -> Experiment:
+    """Clients are writers who hold all digits in their own hand, at the noise of the paper's FMNIST: personal models pay."""
+    weight = 0.025
+    return Experiment(
+        name="by-writer",
+        about=by_writer.__doc__ or "",
+        rounds=300,
+        data=Handwriting(clients=2000, split="by_writer"),
+        mechanism=_two_levels(weight, noise_multiplier=4.0),
+        variants=(*_comparison(weight), Variant("Local only", "local_only")),
+        training=LocalTraining(epochs=25, batch_size=20, learning_rate=0.1, decay=0.9, decay_every=50),
+    )
+
+
+def three_levels() -> Experiment:
+    """Three privacy levels: opted out, relaxed (noise 0.75) and strict (noise 3), with both kinds of noise."""
+    groups = (
+        GroupConfig(OPTED_OUT, 100, 0.05, noise_multiplier=0.0),
+        GroupConfig("relaxed", 900, 0.05, noise_multiplier=0.75, weight=0.02),
+        GroupConfig("strict", 1000, 0.05, noise_multiplier=3.0, weight=0.005),
+    )
+    return Experiment(
+        name="three-levels",
+        about=three_levels.__doc__ or "",
+        rounds=300,
+        data=Handwriting(clients=2000, split="one_digit"),
+        mechanism=MechanismConfig(groups, AdaptiveClip(initial=0.5)),
+        variants=(
+            *_comparison(0.02)[:3],
+            Variant("FedHDP", "fedhdp"),
+            Variant("FedHDP, noise per group", "fedhdp", noise="per_group"),
+            Variant("FedHDP, r=0", "fedhdp", weights={"relaxed": 0.0, "strict": 0.0}),
+        ),
+        training=PAPER_TRAINING,
+    )
+
+
+def letters() -> Experiment:
+    """62 classes by writer with the paper's convolutional network (slow without a GPU)."""
+    weight = 0.1
+    opted_out = GroupConfig(OPTED_OUT, 25, 0.1, noise_multiplier=0.0, pull=0.25)
+    private = GroupConfig(PRIVATE, 475, 0.1, noise_multiplier=1.0, weight=weight, pull=0.25)
+    return Experiment(
+        name="letters",
+        about=letters.__doc__ or "",
+        rounds=20,
+        data=Handwriting(clients=500, samples=100, test_samples=20, split="by_writer", classes=62),
+        model=Cnn(),
+        mechanism=MechanismConfig((opted_out, private), AdaptiveClip(initial=2.0)),
+        variants=_comparison(weight),
+        training=LocalTraining(epochs=5, batch_size=20, learning_rate=0.02),
+        evaluate_every=5,
+    )

@@ -1,0 +1,95 @@
+"""Trainers for models of ``models.py``: one client through the same ``client_updates`` as the simulator's many.
+
+Axis letters: M examples of the client, N examples.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedhdp.client import Clients, LocalTraining, as_floats, client_updates, coordinates, orders, updates_in_full
+from fedhdp.flower.client_app import Trainer
+from fedhdp.flower.protocol import Arrays
+from fedhdp.models import Model, Parameters
+from fedhdp.rng import BATCHES, MODEL, stream
+
+
+def named(parameters: Parameters) -> Arrays:
+    """A model's parameters as arrays named by where they stand in it."""
+    leaves, _ = jax.tree.flatten_with_path(parameters)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
+
+
+def start_model(model: Model, seed: int) -> Arrays:
+    """The model before the first round: the simulator's, under the same seed."""
+    return named(model.init(_key(seed, MODEL, 0)))
+
+
+def score_with(model: Model, x_N: np.ndarray, y_N: np.ndarray) -> Callable[[Arrays], float]:
+    """How good a model is on these examples."""
+
+    def score(arrays: Arrays) -> float:
+        outputs_N = model.apply(_parameters(model, arrays), as_floats(jnp.asarray(x_N)), None)
+        return float(jnp.mean(model.score(outputs_N, jnp.asarray(y_N))))
+
+    return score
+
+
+def built_in(
+    model: Model,
+    training: LocalTraining,
+    x_M: np.ndarray,
+    y_M: np.ndarray,
+    test: tuple[np.ndarray, np.ndarray] | None = None,
+    batches: tuple[int, int] | None = None,
+) -> Trainer:
+    """A trainer for one client's examples; ``batches``: a seed and the client's number, for batches like a simulator's."""
+
+    def fit(parameters: Arrays, personal: Arrays, pull: float, round: int) -> tuple[Arrays, Arrays | None]:
+        theta = _parameters(model, parameters)
+        own = _parameters(model, personal) if training.personalize else None
+        seed, number = batches if batches is not None else (secrets.randbits(31), 0)
+        key = jax.random.fold_in(_key(seed, BATCHES, round), number)
+        rates = jnp.array(training.rates(round), jnp.float32)
+        update, own = _train(model, training)(theta, own, x_M, y_M, jnp.float32(pull), key, rates)
+        trained = jax.tree.map(jnp.add, theta, update)
+        return named(trained), None if own is None else named(own)
+
+    return Trainer(fit, None if test is None or not len(test[1]) else score_with(model, *test))
+
+
+@lru_cache(maxsize=8)
+def _train(model: Model, training: LocalTraining) -> Callable:
+    def of_one(theta, own, x_M, y_M, pull, key, rates):
+        held_in = coordinates(model, len(x_M), int(np.prod(x_M.shape[1:])))
+        count_C, key_C = jnp.array([len(x_M)]), key[None]
+        order_M = orders(key_C, count_C, len(x_M))[0]
+        x_CM, y_CM = as_floats(x_M[order_M])[None], y_M[order_M][None]
+        theta_R = jax.tree.map(lambda leaf: leaf[None], theta)
+        own_CV = None if own is None else jax.tree.map(lambda leaf: leaf[None, None], own)
+        run_V, pull_CV = (np.zeros(0, int), jnp.zeros((1, 0))) if own is None else (np.zeros(1, int), pull[None, None])
+        one = Clients(x_CM, y_CM, count_C, pull_CV, key_C)
+        sent, own_CV = client_updates(model, training, held_in, one, theta_R, own_CV, run_V, rates, full=True)
+        return jax.tree.map(lambda leaf: leaf[0, 0], (updates_in_full(held_in, sent, x_CM), own_CV))
+
+    return jax.jit(of_one)
+
+
+def _parameters(model: Model, arrays: Arrays) -> Parameters:
+    """Named arrays as the model's parameters; arrays of other names or shapes are refused."""
+    like = jax.eval_shape(model.init, jax.random.key(0))
+    leaves, tree = jax.tree.flatten_with_path(like)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    if set(names) != set(arrays) or any(arrays[name].shape != leaf.shape for name, (_, leaf) in zip(names, leaves)):
+        raise ValueError(f"arrays {sorted(arrays)} are not this model's, {names}")
+    return jax.tree.unflatten(tree, [jnp.asarray(arrays[name]) for name in names])
+
+
+def _key(seed: int, purpose: int, round: int) -> jax.Array:
+    return jax.random.wrap_key_data(jnp.asarray(stream(seed, purpose, round)))

@@ -1,0 +1,1 @@
+"""What a promise costs: accounting, calibration, budgets and the ledger; no JAX."""

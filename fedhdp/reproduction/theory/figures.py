@@ -1,0 +1,235 @@
+"""Every figure of the paper's theory (section 3, appendices A and B), from closed forms, with simulated points on them.
+
+Each figure is written as SVG, as PNG, and as CSV with the numbers behind it. Lines are closed forms, points are means
+over simulated trials with bars of two standard errors, stars are the optima that the theory names. Lines differ by dash
+and marker as well as by colour, so they survive a black-and-white printer. The paper does not print its parameters;
+those chosen here stand in each title.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from fedhdp.reproduction.theory import monte_carlo
+from fedhdp.theory import linear_regression as regression
+from fedhdp.theory import point_estimation
+from fedhdp.theory.linear_regression import Level, Problem
+from fedhdp.theory.optimum import with_noise
+from fedhdp.theory.point_estimation import OptOut
+
+STYLES = [("#000000", "-", "o"), ("#c1440e", "--", "s"), ("#1f77b4", "-.", "^"), ("#5f8f2f", ":", "D")]
+PAPER: dict[Any, Any] = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "svg.hashsalt": "fedhdp",
+}
+STAR: dict[str, Any] = {"linestyle": "none", "marker": "*", "markersize": 13, "markeredgecolor": "white"}
+RATIOS = np.linspace(0, 1, 101)
+SIMULATED_RATIOS = np.linspace(0, 1, 11)
+SHARES = np.linspace(0, 1, 101)
+SIMULATED_SHARES = np.array([0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1])
+PULLS = np.geomspace(0.03, 100, 121)
+SIMULATED_PULLS = np.geomspace(0.03, 100, 13)
+
+
+class Curve(NamedTuple):
+    """A closed form over x, simulated means with standard errors at some of it, and the optimum if there is one."""
+
+    label: str
+    line: Sequence[tuple[float, float]]
+    points: Sequence[tuple[float, ...]]  # x, mean, standard error
+    optimum: tuple[float, float] | None = None
+
+
+class Panel(NamedTuple):
+    """The curves that share axes."""
+
+    title: str
+    x_label: str
+    y_label: str
+    curves: list[Curve]
+    scales: tuple[str, str] = ("linear", "log")
+    legend: Literal["best", "lower left"] = "best"
+
+
+def theory_figures(out_dir: str | Path, trials: int = 4000) -> list[Path]:
+    """Draw every figure into a folder and return the files written."""
+    folder = Path(out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    regression_case = (10, Problem((Level("opted out", 4, 0.0), Level("private", 16, 1.0)), 1.0, 0.25))
+    point_case = (1, Problem((Level("opted out", 2, 0.0), Level("private", 13, 0.5)), 1.0, 0.1))
+    figures = {
+        "server_variance_by_ratio": [ratio_by_noise(trials), ratio_by_spread(trials)],
+        "server_variance_by_opted_out_share": [server_by_share(trials)],
+        "opting_out_linear_regression": opting_out(*regression_case, trials),
+        "opting_out_point_estimation": opting_out(*point_case, 5 * trials),
+    }
+    return [path for name, panels in figures.items() for path in save(folder, name, panels)]
+
+
+# what is drawn
+
+
+def ratio_by_noise(trials: int) -> Panel:
+    """Server variance against the weight ratio, for several noises."""
+    cases = {f"γ² = {g:g}": OptOut(500, 0.2, g, 0.8, 0.2) for g in (0.001, 0.003, 0.01, 0.03)}
+    curves = [_ratio_curve(label, case, trials, seed) for seed, (label, case) in enumerate(cases.items())]
+    return Panel("500 clients, 20 % opted out, σ$_c$² = 1", "weight ratio r", "server variance σ$_s$²", curves)
+
+
+def ratio_by_spread(trials: int) -> Panel:
+    """Server variance against the weight ratio, for several spreads of the clients' own estimates."""
+    cases = {f"σ$_c$² = {c:g}": OptOut(500, 0.2, 0.01, 0.8 * c, 0.2 * c) for c in (0.5, 1, 2, 4)}
+    curves = [_ratio_curve(label, case, trials, seed) for seed, (label, case) in enumerate(cases.items(), 10)]
+    return Panel("500 clients, 20 % opted out, γ² = 0.01", "weight ratio r", "server variance σ$_s$²", curves)
+
+
+def _ratio_curve(label: str, case: OptOut, trials: int, seed: int) -> Curve:
+    drawn = monte_carlo.simulate(case.problem, trials, 1, seed)
+    line = [(r, point_estimation.server_variance(case, r)) for r in RATIOS]
+    points = [(r, *monte_carlo.estimate(monte_carlo.server_errors(drawn, [1, r]))) for r in SIMULATED_RATIOS]
+    best = (point_estimation.optimal_ratio(case), point_estimation.optimal_server_variance(case))
+    return Curve(label, line, points, best)
+
+
+def server_by_share(trials: int) -> Panel:
+    """Server variance against the share that opted out: equal weights, with and without noise for all, and FedHDP."""
+
+    def case(rho: float) -> OptOut:
+        return OptOut(500, rho, 0.02, 0.8, 0.2)
+
+    def curve(label: str, closed_form: Callable, noised: Callable, weigh: Callable) -> Curve:
+        problems = [noised(case(rho).problem) for rho in SIMULATED_SHARES]
+        points = [_server_point(problem, weigh(problem), trials, seed) for seed, problem in enumerate(problems, 20)]
+        line = [(rho, closed_form(case(rho))) for rho in SHARES]
+        return Curve(label, line, [(rho, *point) for rho, point in zip(SIMULATED_SHARES, points)])
+
+    curves = [
+        curve("DP-FedAvg", _dp_fedavg_variance, _strictest, _equal),
+        curve("HDP-FedAvg", lambda c: point_estimation.server_variance(c, 1), lambda p: p, _equal),
+        curve("FedHDP", point_estimation.optimal_server_variance, lambda p: p, regression.optimal_weights),
+    ]
+    title, x_label = "500 clients, σ$_c$² = 1, γ² = 0.02", "share ρ that opted out"
+    return Panel(title, x_label, "server variance σ$_s$²", curves, legend="lower left")
+
+
+def _dp_fedavg_variance(case: OptOut) -> float:
+    gaps = point_estimation.performance_gaps(case)
+    return point_estimation.server_variance(case, 1) + gaps.dp_fedavg_over_hdp_fedavg
+
+
+def _strictest(problem: Problem) -> Problem:
+    return with_noise(problem, np.full(len(problem.levels), problem.noise_G.max()))
+
+
+def _server_point(problem: Problem, weight_G: np.ndarray, trials: int, seed: int) -> monte_carlo.Estimated:
+    drawn = monte_carlo.simulate(problem, trials, 1, seed)
+    return monte_carlo.estimate(monte_carlo.server_errors(drawn, weight_G))
+
+
+def opting_out(dimensions: int, stays: Problem, trials: int) -> list[Panel]:
+    """One client's error against its pull when it stays private and when it opts out, for equal and optimal weights."""
+    opted_out, private = stays.levels
+    levels = (
+        Level(opted_out.name, opted_out.clients + 1, 0.0),
+        Level(private.name, private.clients - 1, private.gamma2),
+    )
+    leaves = Problem(levels, stays.alpha2, stays.tau2)
+    setting = (
+        f"{opted_out.clients + private.clients} clients, {opted_out.clients} opted out, "
+        f"α² = {stays.alpha2:g}, τ² = {stays.tau2:g}, γ² = {private.gamma2:g}"
+    )
+    cases = {"the client stays private": (stays, 1), "the client opts out": (leaves, 0)}
+    drawn = {label: monte_carlo.simulate(problem, trials, dimensions, seed=3) for label, (problem, _) in cases.items()}
+    panels = []
+    for algorithm, weigh in {"HDP-FedAvg + Ditto": _equal, "FedHDP": regression.optimal_weights}.items():
+        curves = [_pull_curve(label, drawn[label], weigh(problem), level) for label, (problem, level) in cases.items()]
+        panels.append(
+            Panel(f"{algorithm}\n{setting}", "pull λ", "the client's error per coordinate", curves, ("log", "linear"))
+        )
+    return panels
+
+
+def _equal(problem: Problem) -> np.ndarray:
+    return np.ones(len(problem.levels))
+
+
+def _pull_curve(label: str, drawn: monte_carlo.Trials, weight_G: np.ndarray, level: int) -> Curve:
+    problem = drawn.problem
+
+    def closed_form(pull: float) -> float:
+        return float(regression.client_mse(problem, weight_G, pull)[level])
+
+    def simulated(pull: float) -> monte_carlo.Estimated:
+        return monte_carlo.estimate(monte_carlo.client_errors(drawn, weight_G, pull)[:, level])
+
+    best = float(regression.best_pulls(problem, weight_G)[level])
+    line = [(pull, closed_form(pull)) for pull in PULLS]
+    return Curve(label, line, [(pull, *simulated(pull)) for pull in SIMULATED_PULLS], (best, closed_form(best)))
+
+
+# how it is drawn
+
+
+def save(folder: Path, name: str, panels: Sequence[Panel]) -> list[Path]:
+    """Write one figure and its numbers."""
+    with rc_context(PAPER):
+        figure = Figure(figsize=(5.4 * len(panels), 4.0), layout="constrained")
+        axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axis, panel in zip(axes, panels):
+            draw(axis, panel)
+        for axis in axes[1:]:
+            axis.set_ylabel("")
+            axis.tick_params(labelleft=True)
+        paths = [folder / f"{name}.{ending}" for ending in ("svg", "png", "csv")]
+        figure.savefig(paths[0], metadata={"Date": None})
+        figure.savefig(paths[1], dpi=160)
+    write_numbers(paths[2], panels)
+    return paths
+
+
+def draw(axis: Axes, panel: Panel) -> None:
+    """Draw one panel."""
+    for (colour, dash, marker), curve in zip(STYLES, panel.curves):
+        axis.plot(*zip(*curve.line), color=colour, linestyle=dash, linewidth=1.4)
+        x, mean, error = (np.array(column) for column in zip(*curve.points))
+        points: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4.5, "markerfacecolor": "white"}
+        axis.errorbar(x, mean, yerr=2 * error, linestyle="none", elinewidth=1, capsize=2, **points)
+        axis.plot([], [], linestyle=dash, label=curve.label, **points)
+        if curve.optimum is not None:
+            axis.plot(*curve.optimum, color=colour, zorder=3, **STAR)
+    if panel.curves[0].optimum is not None:
+        axis.plot([], [], color="#7f7f7f", label="optimum", **STAR)
+    axis.set(xlabel=panel.x_label, ylabel=panel.y_label, xscale=panel.scales[0], yscale=panel.scales[1])
+    for scale, side in zip(panel.scales, (axis.xaxis, axis.yaxis)):
+        if scale == "log":
+            side.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
+            side.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_title(panel.title, fontsize=10)
+    axis.grid(color="#e5e5e5", linewidth=0.6)
+    axis.legend(loc=panel.legend, framealpha=0.9, edgecolor="none", handlelength=3.2)
+
+
+def write_numbers(path: Path, panels: Sequence[Panel]) -> None:
+    """Write every number of a figure, a row for each point of a line, each simulated point and each optimum."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["panel", "curve", "kind", "x", "y", "standard_error"])
+        for panel in panels:
+            for curve in panel.curves:
+                head = [text.replace("\n", ": ").replace("$", "") for text in (panel.title, curve.label)]
+                writer.writerows([*head, "closed form", x, y, ""] for x, y in curve.line)
+                writer.writerows([*head, "simulated", *point] for point in curve.points)
+                if curve.optimum is not None:
+                    writer.writerow([*head, "optimum", *curve.optimum, ""])

@@ -41,7 +41,7 @@ def seconds(population: FederatedData, rounds: int) -> float:
     return statistics.median(took)
 
 
-def uniform_size(size: int) -> FederatedData:
+def alike(size: int) -> FederatedData:
     """Clients who all have this many examples, of nothing: only the time is of interest."""
     rng = np.random.default_rng(size)
     x_N = rng.integers(0, 256, (500 * size, 28, 28), dtype=np.uint8)

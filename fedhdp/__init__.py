@@ -1,14 +1,59 @@
 """Federated learning in which every client chooses its own differential privacy."""
 
-import contextlib
-import os
-import sys
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Cores are devices: clients are spread over them. JAX reads this when it starts; whoever has set it keeps what they set.
-if "JAX_NUM_CPU_DEVICES" not in os.environ:
-    os.environ["JAX_NUM_CPU_DEVICES"] = str(len(os.sched_getaffinity(0)))
-    if "jax" in sys.modules:
-        with contextlib.suppress(RuntimeError):  # it has started already, and stays as it is
-            sys.modules["jax"].config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+if TYPE_CHECKING:
+    from fedhdp.algorithms import dp_fedavg as dp_fedavg
+    from fedhdp.algorithms import fedhdp as fedhdp
+    from fedhdp.algorithms import hdp_fedavg as hdp_fedavg
+    from fedhdp.algorithms import local_only as local_only
+    from fedhdp.algorithms import non_private as non_private
+    from fedhdp.client import LocalTraining as LocalTraining
+    from fedhdp.data import FederatedData as FederatedData
+    from fedhdp.mechanism import AdaptiveClip as AdaptiveClip
+    from fedhdp.mechanism import Mechanism as Mechanism
+    from fedhdp.mechanism import PrivacyGroup as PrivacyGroup
+    from fedhdp.models import Model as Model
+    from fedhdp.models import cnn as cnn
+    from fedhdp.models import linear as linear
+    from fedhdp.models import mlp as mlp
+    from fedhdp.privacy.accounting import epsilon as epsilon
+    from fedhdp.privacy.calibration import calibrate as calibrate
+    from fedhdp.privacy.ledger import Ledger as Ledger
+    from fedhdp.server import ServerOptimizer as ServerOptimizer
+    from fedhdp.simulation import Simulation as Simulation
+    from fedhdp.simulation import simulate as simulate
+    from fedhdp.simulation import simulate_many as simulate_many
+
+# A name is imported when it is first used, so that accounting does not wait for JAX.
+_MODULES = {
+    "fedhdp.algorithms": ("fedhdp", "dp_fedavg", "hdp_fedavg", "non_private", "local_only"),
+    "fedhdp.client": ("LocalTraining",),
+    "fedhdp.data": ("FederatedData",),
+    "fedhdp.mechanism": ("Mechanism", "PrivacyGroup", "AdaptiveClip"),
+    "fedhdp.models": ("Model", "mlp", "cnn", "linear"),
+    "fedhdp.privacy.accounting": ("epsilon",),
+    "fedhdp.privacy.calibration": ("calibrate",),
+    "fedhdp.privacy.ledger": ("Ledger",),
+    "fedhdp.server": ("ServerOptimizer",),
+    "fedhdp.simulation": ("Simulation", "simulate", "simulate_many"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = [*_MODULE_OF, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from fedhdp import server
 from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData
+from fedhdp.engine.devices import use_cpu_cores
 from fedhdp.engine.evaluation import Evaluation, chosen
 from fedhdp.engine.examples import make_example_store, make_gram_matrices, should_replicate
 from fedhdp.engine.personal_store import Packed, make_personal_store
@@ -82,6 +83,7 @@ class Simulation:
         repeats: int = 1,
         cohorts: np.ndarray | None = None,  # fresh words that simulations shown side by side draw by; None: its own
     ):
+        use_cpu_cores()
         require(repeats >= 1, "repeats", repeats, "at least 1")
         require(0 <= seed < 2**31, "seed", seed, "at least 0 and below 2**31")
         if noise_seed is not None:
@@ -274,7 +276,7 @@ class Simulation:
         """
         _refuse_what_is_used_up(state)
         arrays: Packed = {f"server_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state.server))}
-        arrays = {**arrays, "round": np.array(state.round), "new_K": state.uninitialized_K}
+        arrays = {**arrays, "round": np.array(state.round), "uninitialized_K": state.uninitialized_K}
         own = {} if self.store is None else self.store.pack(state.personal, np.flatnonzero(~state.uninitialized_K))
         return {**arrays, **own}
 
@@ -287,12 +289,12 @@ class Simulation:
         leaves, tree = jax.tree.flatten(jax.tree.map(lambda *each: np.stack(each), *starts))
         packed = [arrays[f"server_{i}"] for i in range(sum(name.startswith("server_") for name in arrays))]
         alike = [leaf.shape for leaf in packed] == [leaf.shape for leaf in leaves]
-        if not alike or len(arrays["new_K"]) != self.population.clients:
+        if not alike or len(arrays["uninitialized_K"]) != self.population.clients:
             raise ValueError("the checkpoint is of another model, mechanism, server or population")
-        known = np.flatnonzero(~arrays["new_K"])
+        known = np.flatnonzero(~arrays["uninitialized_K"])
         personal = None if self.store is None else self.store.unpack(arrays, known)
         server_state = self.engine.put(jax.tree.unflatten(tree, packed), self.engine.replicated)
-        return State(int(arrays["round"]), server_state, personal, arrays["new_K"])
+        return State(int(arrays["round"]), server_state, personal, arrays["uninitialized_K"])
 
     def _averages(self, state: State) -> Array:
         return jax.vmap(partial(server.averaged_model, self.step))(state.server)

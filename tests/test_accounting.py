@@ -7,7 +7,7 @@ import sys
 import msgspec
 import numpy as np
 import pytest
-from conftest import mechanism_of
+from helpers import mechanism_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm

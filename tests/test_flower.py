@@ -18,10 +18,10 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedhdp[flower]'")
 
-from conftest import tiny_population
 from flower_grid import InProcessGrid, Node
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from helpers import tiny_data
 from msgspec.structs import replace
 
 from fedhdp.client import LocalTraining
@@ -60,7 +60,7 @@ from fedhdp.simulation import simulate
 SIZES = [4, 4, 8, 8, 8, 4, 8, 4]
 LEVELS = ["open"] * 2 + ["mid"] * 3 + ["strict"] * 3
 MODEL, TRAINING, SEED = mlp(12, 5, 3), LocalTraining(epochs=2, batch_size=4, learning_rate=0.3), 3
-POPULATION = tiny_population(SIZES)
+POPULATION = tiny_data(SIZES)
 OFFER = {
     "open": Level(0.5, noise_multiplier=0.0),
     "mid": Level(0.6, noise_multiplier=0.5, weight=0.5, pull=0.2),

@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedhdp[flower]'")
 
-from conftest import tiny_population
 from flower_grid import InProcessGrid, Node
 from flwr.app import Context, RecordDict
+from helpers import tiny_data
 
 from fedhdp.client import LocalTraining
 from fedhdp.flower.config import from_run_config
@@ -91,7 +91,7 @@ def test_the_pytorch_client_runs_in_the_same_app(tmp_path, modules):
 
 def test_the_pytorch_client_takes_the_same_steps_as_the_built_in_one(modules):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    population, model = tiny_population([6]), mlp(12, 5, 3)
+    population, model = tiny_data([6]), mlp(12, 5, 3)
     x_N, y_N = population.train.x_N, population.train.y_N
     training = LocalTraining(epochs=3, batch_size=6, learning_rate=0.3)  # one batch, so that no order matters
     theirs = modules("torch_client").torch_trainer(training, torch.tensor(x_N) / 255, torch.tensor(y_N).long())

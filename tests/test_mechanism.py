@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from conftest import mechanism_of
+from helpers import mechanism_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace

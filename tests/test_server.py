@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import mechanism_of
+from helpers import mechanism_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from conftest import mechanism_of, tiny_population
+from helpers import mechanism_of, tiny_data
 from msgspec.structs import replace
 
 from fedhdp.algorithms import dp_fedavg, fedhdp, hdp_fedavg, local_only, non_private
@@ -65,7 +65,7 @@ def test_the_engine_agrees_with_algorithm_1_in_plain_loops(population, mechanism
 
 
 def test_the_engine_agrees_with_plain_loops_where_clients_are_alike():
-    agree(tiny_population([7] * 19), MECHANISMS["three levels, shared noise"])
+    agree(tiny_data([7] * 19), MECHANISMS["three levels, shared noise"])
 
 
 @pytest.mark.parametrize("sizes", [[7] * 19, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6]])
@@ -75,7 +75,7 @@ def test_the_engine_agrees_with_plain_loops_where_clients_are_alike():
     ids=lambda given: next(iter(given)),
 )
 def test_the_engine_agrees_with_plain_loops_where_clients_train_otherwise(sizes, otherwise):
-    agree(tiny_population(sizes), MECHANISMS["two levels, the paper's"], replace(TRAINING, **otherwise))
+    agree(tiny_data(sizes), MECHANISMS["two levels, the paper's"], replace(TRAINING, **otherwise))
 
 
 def test_a_proximal_term_shortens_updates_also_without_personal_models_and_outside_the_span(population):
@@ -205,7 +205,7 @@ def test_one_more_padding_changes_no_result(population):
 
 
 def test_an_update_counts_once_however_many_examples_are_behind_it():
-    doubled = tiny_population([4] * 6)
+    doubled = tiny_data([4] * 6)
     train = doubled.train
     twice = np.concatenate([np.tile(np.arange(s, s + 4), 2) for s in train.start_K])
     big = train._replace(
@@ -236,7 +236,7 @@ def test_a_client_whose_update_is_nan_contributes_nothing_and_is_counted(populat
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_inputs_that_are_not_finite_reach_nobody_else_in_the_span(bad):
-    population = tiny_population([5] * 19, inputs=40)
+    population = tiny_data([5] * 19, inputs=40)
     x_N = population.train.x_N / np.float32(255)
     rest = {"test": population.test._replace(x_N=population.test.x_N / np.float32(255))}
     everyone, model = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=1.0), mlp(40, 5, 3)
@@ -376,7 +376,7 @@ def test_a_state_goes_through_its_arrays_and_back_and_not_into_another_simulatio
     for _ in range(2):
         same(state._replace(done=None), simulation.unpack(dict(packed)))
     momentum = Simulation(population, MODEL, CHOSEN, TRAINING, ServerOptimizer("momentum"))
-    fewer = Simulation(tiny_population([4, 4]), MODEL, Mechanism((PrivacyGroup("all", 2, 1.0, 0.5),), 1.0), TRAINING)
+    fewer = Simulation(tiny_data([4, 4]), MODEL, Mechanism((PrivacyGroup("all", 2, 1.0, 0.5),), 1.0), TRAINING)
     for other in (momentum, fewer):
         with pytest.raises(ValueError, match="the checkpoint is of another model, mechanism, server or population"):
             other.unpack(dict(packed))
@@ -495,12 +495,12 @@ def test_groups_that_do_not_add_up_to_the_population_are_refused(population):
 
 SCRIPT = """
 import sys, numpy as np
-from conftest import mechanism_of, tiny_population
+from helpers import mechanism_of, tiny_data
 from test_simulate import CHOSEN, final
-population = tiny_population([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6])
+population = tiny_data([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6])
 simulation, state = final(population, CHOSEN)
 assert simulation.engine.devices == int(sys.argv[1])
-own = simulation.personal_models(state, np.flatnonzero(~state.new_K))
+own = simulation.personal_models(state, np.flatnonzero(~state.uninitialized_K))
 np.savez(sys.argv[2], theta=state.server.theta_P, clip=state.server.clip, own=own)
 """
 
@@ -508,9 +508,9 @@ np.savez(sys.argv[2], theta=state.server.theta_P, clip=state.server.clip, own=ow
 def test_a_server_may_have_fewer_test_examples_than_there_are_devices():
     code = """
 import jax; jax.config.update('jax_num_cpu_devices', 4); jax.devices()
-from conftest import tiny_population
+from helpers import tiny_data
 from test_simulate import CHOSEN, final
-population = tiny_population([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6])
+population = tiny_data([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6])
 for examples in (1, 3):
     few = population._replace(server_x_N=population.server_x_N[:examples], server_y_N=population.server_y_N[:examples])
     simulation, state = final(few, CHOSEN, 1)

@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import mechanism_of, tiny_population
+from helpers import mechanism_of, tiny_data
 from msgspec.structs import replace
 from test_simulate import CHOSEN, MODEL, TRAINING, final, read
 
@@ -26,7 +26,7 @@ from fedhdp.models import mlp
 from fedhdp.simulation import Simulation, simulate_many
 
 
-def uniform_size(one, other) -> None:
+def alike(one, other) -> None:
     """Two (simulation, state) are the same within float tolerance."""
     (a, state_a), (b, state_b) = one, other
     np.testing.assert_allclose(a.global_model(state_a), b.global_model(state_b), atol=1e-5)
@@ -97,7 +97,7 @@ def test_examples_that_clients_share_are_kept_once_and_change_nothing(population
 
 @pytest.mark.parametrize("personalize", [True, False])
 def test_products_of_examples_are_kept_from_round_to_round_and_change_nothing(personalize):
-    population = tiny_population([3] * 19)
+    population = tiny_data([3] * 19)
     training = replace(TRAINING, personalize=personalize)
     simulation, state = final(population, CHOSEN, training=training)
     assert simulation.gram_K is not None
@@ -109,10 +109,10 @@ def test_products_of_examples_are_kept_from_round_to_round_and_change_nothing(pe
 
 
 def test_products_of_examples_are_those_of_the_client_wherever_it_lies():
-    train = tiny_population([3] * 19).train
+    train = tiny_data([3] * 19).train
     size = int(train.count_K[0])
     backwards = train._replace(start_K=train.start_K[::-1].copy())  # client 0 holds the last ones
-    whole = tiny_population([3] * 19)._replace(train=backwards)
+    whole = tiny_data([3] * 19)._replace(train=backwards)
     for personalize in (True, False):  # on the devices where clients live, and on all of them
         simulation = Simulation(whole, MODEL, CHOSEN, replace(TRAINING, personalize=personalize))
         seats = stores.assign_slots(
@@ -130,7 +130,7 @@ def test_products_of_examples_are_those_of_the_client_wherever_it_lies():
 
 def test_products_of_examples_are_not_kept_where_clients_overlap_or_differ(population):
     assert Simulation(population, MODEL, CHOSEN, TRAINING).gram_K is None  # clients of all sizes
-    alike = tiny_population([3] * 19)
+    alike = tiny_data([3] * 19)
     overlapping = alike._replace(train=alike.train._replace(start_K=np.maximum(alike.train.start_K - 1, 0)))
     plain = replace(TRAINING, personalize=False)
     assert Simulation(overlapping, MODEL, CHOSEN, plain).gram_K is None
@@ -275,10 +275,10 @@ def test_what_is_held_out_is_never_trained_on(population):
 
 
 def test_a_client_of_any_size_trains_at_the_smallest_class_that_holds_it():
-    population = tiny_population([1, 2, 3, 9, 10, 11, 25, 26, 40, 80])
+    population = tiny_data([1, 2, 3, 9, 10, 11, 25, 26, 40, 80])
     assert size_classes(population.train, 4) == (4, 8, 12, 16, 24, 32, 48, 64, 96)
     assert size_classes(population.train, 4, several=False) == (80,)
-    assert size_classes(tiny_population([7] * 5).train, 4) == (7,)
+    assert size_classes(tiny_data([7] * 5).train, 4) == (7,)
 
 
 def test_simulate_together_returns_each_mechanism_in_its_place(population):
@@ -294,12 +294,12 @@ TWO = """
 import sys, jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
-from conftest import tiny_population
+from helpers import tiny_data
 from test_simulate import CHOSEN, final, read
-population = tiny_population([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6])
+population = tiny_data([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6])
 simulation, state = final(population, CHOSEN)
 assert simulation.engine.devices == 4
-own = simulation.personal_models(state, np.flatnonzero(~state.new_K))
+own = simulation.personal_models(state, np.flatnonzero(~state.uninitialized_K))
 values = [row.value for row in simulation.evaluate(state)[0]]
 kept = read(simulation.pack(state))
 again = simulation.unpack(kept)

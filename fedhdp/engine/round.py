@@ -170,13 +170,13 @@ class Engine:
             if personal_K is not None:
                 keep = lambda kept_K, uninitialized_C: kept_K.at[mine.row_C].set(
                     uninitialized_C, mode="drop", unique_indices=True
-                )  # noqa: E731
+                )
                 personal_K = jax.tree.map(keep, personal_K, own_C)
             return jax.tree.map(jnp.add, sums, here), personal_K
 
         nobody_RG = jnp.zeros(asked.numbers.terms_R.weight_G.shape, jnp.int32)
         nothing = Sums(jax.tree.map(jnp.zeros_like, asked.theta_R), jnp.zeros_like(asked.clip_R), nobody_RG)
-        is_participating_C = table[:, SlotTable._fields.index("came_C")]
+        is_participating_C = table[:, SlotTable._fields.index("is_participating_C")]
         chunks = -(-jnp.max(is_participating_C * jnp.arange(1, len(is_participating_C) + 1)) // chunk)
         sums, personal_K = jax.lax.fori_loop(0, chunks, of_chunk, (nothing, personal_K))
         flat_RP = jax.vmap(lambda update: ravel_pytree(update)[0])(sums.update_P)

@@ -1,0 +1,5 @@
+"""``python -m fedhdp`` is the command ``fedhdp``."""
+
+from fedhdp.cli import main
+
+main()

@@ -1,0 +1,42 @@
+"""Small data sets, mechanisms and assertions that the tests share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from fedhdp.data import FederatedData, examples
+from fedhdp.errors import FedHDPError, InvalidValueError
+from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+
+
+def tiny_data(sizes: list[int], inputs: int = 12, classes: int = 3, seed: int = 0) -> FederatedData:
+    """Clients of these sizes with noisy blobs for classes, as bytes."""
+    rng = np.random.default_rng(seed)
+    centre = rng.integers(40, 215, (classes, inputs))
+
+    def blobs(count: int) -> tuple[np.ndarray, np.ndarray]:
+        y = rng.integers(0, classes, count).astype(np.int32)
+        return np.clip(centre[y] + rng.normal(0, 30, (count, inputs)), 0, 255).astype(np.uint8), y
+
+    test_sizes = [3 + size % 2 for size in sizes]
+    train, test = examples(*blobs(sum(sizes)), sizes), examples(*blobs(sum(test_sizes)), test_sizes)
+    return FederatedData("tiny", train, test, *blobs(50), classes)
+
+
+def mechanism_of(*groups: tuple[int, float, float], rate: float = 0.5, **others: object) -> Mechanism:
+    """A mechanism from (clients, noise multiplier, weight) for each group."""
+    made = tuple(PrivacyGroup(f"group {i}", n, z, rate, r, pull=0.1 + 0.2 * i) for i, (n, z, r) in enumerate(groups))
+    return Mechanism(made, **({"clip": AdaptiveClip(initial=0.3)} | others))  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def raises_field(field: str, kind: type[FedHDPError] = InvalidValueError) -> Iterator[pytest.ExceptionInfo]:
+    """Assert that an error of this class names this field."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert caught.value.field == field
+    assert "\n" not in str(caught.value)

@@ -16,10 +16,10 @@ def planned(plan: Plan) -> Experiment:
     """The experiment; the network has as many parameters as a hidden layer can make it."""
     hidden = max(1, round((plan.parameters - CLASSES) / (PIXELS + 1 + CLASSES)))
     groups = tuple(
-        GroupConfig(level.name, level.clients, group.sampling_rate, epsilon=level.epsilon_asked, weight=group.weight)
+        GroupConfig(level.name, level.clients, group.sampling_rate, epsilon=level.target_epsilon, weight=group.weight)
         for level, group in zip(plan.levels, plan.mechanism.groups)
     )
-    asked = ", ".join(f"{level.name} ({_in_words(level.epsilon_asked)})" for level in plan.levels)
+    asked = ", ".join(f"{level.name} ({_in_words(level.target_epsilon)})" for level in plan.levels)
     return Experiment(
         name="plan",
         about=f"{plan.clients} clients who chose among {asked}, by the weights of `fedhdp plan`.",

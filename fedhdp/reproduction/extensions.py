@@ -19,7 +19,7 @@ from fedhdp.mechanism import AdaptiveClip, Mechanism, Sampling
 from fedhdp.reproduction import tables as paper
 from fedhdp.reproduction.tables import AVERAGED, PULLS, ROUNDS, Options, Part, Row
 from fedhdp.server import ServerOptimizer
-from fedhdp.theory.planning import PAPERS_PARAMETERS, with_optimal_weights
+from fedhdp.theory.planning import MLP_PARAMETERS, with_optimal_weights
 
 BASE = "noniid-mnist"  # the table that they stand beneath
 PROMISE = paper.TABLES[BASE].epsilon
@@ -73,7 +73,7 @@ def own_part(name: str, data: Data, personal: bool = True, rounds: int = ROUNDS,
 def _weights(mechanism: MechanismConfig, noise: str) -> tuple[float, ...]:
     """The weights that theory suggests for the paper's rounds and network, to two digits."""
     chosen: Mechanism = replace(mechanism.mechanism(ROUNDS, 1e-4), noise=noise)
-    return tuple(float(f"{g.weight:.2g}") for g in with_optimal_weights(chosen, ROUNDS, PAPERS_PARAMETERS).groups)
+    return tuple(float(f"{g.weight:.2g}") for g in with_optimal_weights(chosen, ROUNDS, MLP_PARAMETERS).groups)
 
 
 LEVELS = {  # name, share of the clients, noise multiplier

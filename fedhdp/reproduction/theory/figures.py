@@ -22,7 +22,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from fedhdp.reproduction.theory import monte_carlo
 from fedhdp.theory import linear_regression as regression
 from fedhdp.theory import point_estimation
-from fedhdp.theory.linear_regression import Level, Problem
+from fedhdp.theory.linear_regression import Problem, TheoryGroup
 from fedhdp.theory.optimum import with_noise
 from fedhdp.theory.point_estimation import OptOut
 
@@ -67,8 +67,8 @@ def theory_figures(out_dir: str | Path, trials: int = 4000) -> list[Path]:
     """Draw every figure into a folder and return the files written."""
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    regression_case = (10, Problem((Level("opted out", 4, 0.0), Level("private", 16, 1.0)), 1.0, 0.25))
-    point_case = (1, Problem((Level("opted out", 2, 0.0), Level("private", 13, 0.5)), 1.0, 0.1))
+    regression_case = (10, Problem((TheoryGroup("opted out", 4, 0.0), TheoryGroup("private", 16, 1.0)), 1.0, 0.25))
+    point_case = (1, Problem((TheoryGroup("opted out", 2, 0.0), TheoryGroup("private", 13, 0.5)), 1.0, 0.1))
     figures = {
         "server_variance_by_ratio": [ratio_by_noise(trials), ratio_by_spread(trials)],
         "server_variance_by_opted_out_share": [server_by_share(trials)],
@@ -130,7 +130,7 @@ def _dp_fedavg_variance(case: OptOut) -> float:
 
 
 def _strictest(problem: Problem) -> Problem:
-    return with_noise(problem, np.full(len(problem.levels), problem.noise_G.max()))
+    return with_noise(problem, np.full(len(problem.groups), problem.noise_G.max()))
 
 
 def _server_point(problem: Problem, weight_G: np.ndarray, trials: int, seed: int) -> monte_carlo.Estimated:
@@ -140,12 +140,12 @@ def _server_point(problem: Problem, weight_G: np.ndarray, trials: int, seed: int
 
 def opting_out(dimensions: int, stays: Problem, trials: int) -> list[Panel]:
     """One client's error against its pull when it stays private and when it opts out, for equal and optimal weights."""
-    opted_out, private = stays.levels
-    levels = (
-        Level(opted_out.name, opted_out.clients + 1, 0.0),
-        Level(private.name, private.clients - 1, private.gamma2),
+    opted_out, private = stays.groups
+    groups = (
+        TheoryGroup(opted_out.name, opted_out.clients + 1, 0.0),
+        TheoryGroup(private.name, private.clients - 1, private.gamma2),
     )
-    leaves = Problem(levels, stays.alpha2, stays.tau2)
+    leaves = Problem(groups, stays.alpha2, stays.tau2)
     setting = (
         f"{opted_out.clients + private.clients} clients, {opted_out.clients} opted out, "
         f"α² = {stays.alpha2:g}, τ² = {stays.tau2:g}, γ² = {private.gamma2:g}"
@@ -154,7 +154,7 @@ def opting_out(dimensions: int, stays: Problem, trials: int) -> list[Panel]:
     drawn = {label: monte_carlo.simulate(problem, trials, dimensions, seed=3) for label, (problem, _) in cases.items()}
     panels = []
     for algorithm, weigh in {"HDP-FedAvg + Ditto": _equal, "FedHDP": regression.optimal_weights}.items():
-        curves = [_pull_curve(label, drawn[label], weigh(problem), level) for label, (problem, level) in cases.items()]
+        curves = [_pull_curve(label, drawn[label], weigh(problem), group) for label, (problem, group) in cases.items()]
         panels.append(
             Panel(f"{algorithm}\n{setting}", "pull λ", "the client's error per coordinate", curves, ("log", "linear"))
         )
@@ -162,19 +162,19 @@ def opting_out(dimensions: int, stays: Problem, trials: int) -> list[Panel]:
 
 
 def _equal(problem: Problem) -> np.ndarray:
-    return np.ones(len(problem.levels))
+    return np.ones(len(problem.groups))
 
 
-def _pull_curve(label: str, drawn: monte_carlo.Trials, weight_G: np.ndarray, level: int) -> Curve:
+def _pull_curve(label: str, drawn: monte_carlo.Trials, weight_G: np.ndarray, group: int) -> Curve:
     problem = drawn.problem
 
     def closed_form(pull: float) -> float:
-        return float(regression.client_mse(problem, weight_G, pull)[level])
+        return float(regression.client_mse(problem, weight_G, pull)[group])
 
     def simulated(pull: float) -> monte_carlo.Estimated:
-        return monte_carlo.estimate(monte_carlo.client_errors(drawn, weight_G, pull)[:, level])
+        return monte_carlo.estimate(monte_carlo.client_errors(drawn, weight_G, pull)[:, group])
 
-    best = float(regression.best_pulls(problem, weight_G)[level])
+    best = float(regression.best_pulls(problem, weight_G)[group])
     line = [(pull, closed_form(pull)) for pull in PULLS]
     return Curve(label, line, [(pull, *simulated(pull)) for pull in SIMULATED_PULLS], (best, closed_form(best)))
 

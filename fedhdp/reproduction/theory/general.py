@@ -21,26 +21,26 @@ from numpy.typing import ArrayLike
 from scipy.optimize import minimize_scalar
 
 from fedhdp.errors import require
-from fedhdp.theory.linear_regression import Level
+from fedhdp.theory.linear_regression import TheoryGroup
 
 
 class GeneralProblem(msgspec.Struct, frozen=True):
     """Every client's error matrix and curvature; clients stand in the order of the levels."""
 
-    levels: tuple[Level, ...]
+    groups: tuple[TheoryGroup, ...]
     tau2: float
     error_NDD: np.ndarray  # C_j
     curvature_NDD: np.ndarray  # H_j
 
     @property
-    def level_N(self) -> np.ndarray:
+    def group_N(self) -> np.ndarray:
         """The level of each client."""
-        return np.repeat(np.arange(len(self.levels)), [level.clients for level in self.levels])
+        return np.repeat(np.arange(len(self.groups)), [group.clients for group in self.groups])
 
     @property
     def noise_N(self) -> np.ndarray:
         """The variance of the noise on each client's update."""
-        return np.array([level.clients * level.gamma2 for level in self.levels])[self.level_N]
+        return np.array([group.clients * group.gamma2 for group in self.groups])[self.group_N]
 
     @property
     def update_NDD(self) -> np.ndarray:
@@ -69,18 +69,20 @@ class Comparison(msgspec.Struct, frozen=True):
         return tuple(ours / best - 1 for ours, best in zip(self.client_fedhdp, self.client_optimal))
 
 
-def from_features(levels: Sequence[Level], features: Sequence[np.ndarray], beta2: float, tau2: float) -> GeneralProblem:
+def from_features(
+    groups: Sequence[TheoryGroup], features: Sequence[np.ndarray], beta2: float, tau2: float
+) -> GeneralProblem:
     """The problem of clients with these features (samples by coordinates), in the order of the levels."""
-    clients = sum(level.clients for level in levels)
+    clients = sum(group.clients for group in groups)
     require(len(features) == clients >= 2, "features", len(features), f"one for each of {clients} clients, at least 2")
-    require(all(level.gamma2 < np.inf for level in levels), "gamma2", np.inf, "finite")
+    require(all(group.gamma2 < np.inf for group in groups), "gamma2", np.inf, "finite")
     require(0 <= tau2 < np.inf, "tau2", tau2, "finite and at least 0")
     require(0 < beta2 < np.inf, "beta2", beta2, "finite and above 0")
     squares = np.stack([F.T @ F for F in features])
     ranks = np.linalg.matrix_rank(squares)
     require(bool(np.all(ranks == squares.shape[-1])), "features", int(ranks.min()), "of full rank for every client")
     samples_N = np.array([len(F) for F in features], float)
-    return GeneralProblem(tuple(levels), tau2, beta2 * np.linalg.inv(squares), squares / samples_N[:, None, None])
+    return GeneralProblem(tuple(groups), tau2, beta2 * np.linalg.inv(squares), squares / samples_N[:, None, None])
 
 
 def random_features(
@@ -110,7 +112,7 @@ def optimal_client_errors(problem: GeneralProblem) -> np.ndarray:
 def fedhdp_weights(problem: GeneralProblem) -> np.ndarray:
     """The best weight for each level, relative to the first: the inverse of its clients' mean error."""
     error_N = _per_coordinate(problem.update_NDD)
-    mean_G = np.array([error_N[problem.level_N == g].mean() for g in range(len(problem.levels))])
+    mean_G = np.array([error_N[problem.group_N == g].mean() for g in range(len(problem.groups))])
     return mean_G[0] / mean_G
 
 
@@ -134,14 +136,14 @@ def fedhdp_client_errors(problem: GeneralProblem, weights: ArrayLike, pull: floa
 def fedhdp_pulls(problem: GeneralProblem, weights: ArrayLike) -> np.ndarray:
     """The best pull for each level, by a search over its logarithm."""
 
-    def error(log_pull: float, level: int) -> float:
-        return fedhdp_client_errors(problem, weights, np.exp(log_pull))[problem.level_N == level].mean()
+    def error(log_pull: float, group: int) -> float:
+        return fedhdp_client_errors(problem, weights, np.exp(log_pull))[problem.group_N == group].mean()
 
-    def lowest(level: int) -> float:
-        found: Any = minimize_scalar(error, bounds=(-12, 12), args=(level,), method="bounded")
+    def lowest(group: int) -> float:
+        found: Any = minimize_scalar(error, bounds=(-12, 12), args=(group,), method="bounded")
         return found.x
 
-    return np.exp([lowest(g) for g in range(len(problem.levels))])
+    return np.exp([lowest(g) for g in range(len(problem.groups))])
 
 
 def compare(problem: GeneralProblem) -> Comparison:
@@ -149,7 +151,7 @@ def compare(problem: GeneralProblem) -> Comparison:
     weight_G = fedhdp_weights(problem)
     pull_G = fedhdp_pulls(problem, weight_G)
     best_N = optimal_client_errors(problem)
-    members = [problem.level_N == g for g in range(len(problem.levels))]
+    members = [problem.group_N == g for g in range(len(problem.groups))]
     ours = [fedhdp_client_errors(problem, weight_G, pull)[member].mean() for pull, member in zip(pull_G, members)]
     return Comparison(
         server_optimal=float(_per_coordinate(optimal_server_error(problem))),
@@ -162,7 +164,7 @@ def compare(problem: GeneralProblem) -> Comparison:
 
 
 def _client_weights(problem: GeneralProblem, weights: ArrayLike) -> np.ndarray:
-    weight_N = np.asarray(weights, float)[problem.level_N]
+    weight_N = np.asarray(weights, float)[problem.group_N]
     return weight_N / weight_N.sum()
 
 

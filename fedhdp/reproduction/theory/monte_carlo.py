@@ -53,15 +53,15 @@ def simulate(problem: Problem, trials: int, dimensions: int, seed: int, workers:
 
 def _simulate_block(problem: Problem, trials: int, dimensions: int, stream: np.random.SeedSequence) -> tuple:
     rng = np.random.Generator(np.random.SFC64(stream))
-    levels = [
-        _draw_level(rng, trials, dimensions, int(clients), np.array([problem.alpha2, problem.tau2, noise]))
+    groups = [
+        _draw_group(rng, trials, dimensions, int(clients), np.array([problem.alpha2, problem.tau2, noise]))
         for clients, noise in zip(problem.clients_G, problem.noise_G)
     ]
-    sums, products = (np.stack(arrays, axis=1) for arrays in zip(*levels))
+    sums, products = (np.stack(arrays, axis=1) for arrays in zip(*groups))
     return sums, products, rng.standard_normal((trials, dimensions))
 
 
-def _draw_level(
+def _draw_group(
     rng: np.random.Generator, trials: int, dimensions: int, clients: int, variance_K: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sums and products over the clients of one level; scaled afterwards, which is the same and cheaper."""
@@ -95,7 +95,7 @@ def client_errors(
 ) -> np.ndarray:
     """The clients' squared error per coordinate, for each trial and level: the mean over the level's clients."""
     problem = trials.problem
-    w_G, b_G = client_weights(problem, weights), blend(np.broadcast_to(pulls, (len(problem.levels),)))
+    w_G, b_G = client_weights(problem, weights), blend(np.broadcast_to(pulls, (len(problem.groups),)))
     global_TD = global_errors(trials, weights, shared)
     # a client's error is (1 - b) * sampling error - b * heterogeneity + b * global error, less b w * noise if taken out
     taken_out_G = b_G * 0 if own_noise or shared else -b_G * w_G

@@ -14,7 +14,7 @@ import numpy as np
 from fedhdp.reproduction.theory import general
 from fedhdp.theory import linear_regression as regression
 from fedhdp.theory import shared_noise
-from fedhdp.theory.linear_regression import Level, Problem
+from fedhdp.theory.linear_regression import Problem, TheoryGroup
 
 
 class Table(NamedTuple):
@@ -96,8 +96,8 @@ def general_losses() -> Table:
     return Table(title, ("samples", "condition", *pairs), rows)
 
 
-def _problem(*levels: tuple[int, float]) -> Problem:
-    return Problem(tuple(Level(f"level {i + 1}", *level) for i, level in enumerate(levels)), 1.0, 0.25)
+def _problem(*groups: tuple[int, float]) -> Problem:
+    return Problem(tuple(TheoryGroup(f"level {i + 1}", *group) for i, group in enumerate(groups)), 1.0, 0.25)
 
 
 def _least_errors(problem: Problem) -> np.ndarray:
@@ -106,10 +106,10 @@ def _least_errors(problem: Problem) -> np.ndarray:
 
 
 def _general_loss(condition: float | None, samples: tuple[int, int], tau2: float) -> general.Comparison:
-    levels = (Level("opted out", 40, 0.0), Level("middle", 60, 0.05), Level("strict", 100, 0.2))
+    groups = (TheoryGroup("opted out", 40, 0.0), TheoryGroup("middle", 60, 0.05), TheoryGroup("strict", 100, 0.2))
     rng = np.random.default_rng(0)
     covariance_DD = np.diag(np.geomspace(1, 1 / (condition or 1), 10))
     features = general.random_features(200, samples, covariance_DD, rng)
     if condition is None:
         features = [len(F) ** 0.5 * np.linalg.qr(F)[0] for F in features]
-    return general.compare(general.from_features(levels, features, beta2=10.0, tau2=tau2))
+    return general.compare(general.from_features(groups, features, beta2=10.0, tau2=tau2))

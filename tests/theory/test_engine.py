@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import raises_field
 
 from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData
@@ -15,7 +16,7 @@ from fedhdp.reproduction.theory.monte_carlo import estimate
 from fedhdp.simulation import Simulation, State
 from fedhdp.theory import linear_regression as lr
 from fedhdp.theory import shared_noise
-from fedhdp.theory.linear_regression import Level, Problem
+from fedhdp.theory.linear_regression import Problem, TheoryGroup
 from fedhdp.theory.optimum import mechanism, with_noise
 
 CLIP = 1000.0  # some thirty times the largest update
@@ -43,12 +44,12 @@ DATASETS = {
     ),
 }
 
-CASES = [("linear regression", levels) for levels in SIZES] + [("point estimation", 2)]  # as the paper has them
+CASES = [("linear regression", groups) for groups in SIZES] + [("point estimation", 2)]  # as the paper has them
 
 
-def problem_with(levels: int) -> Problem:
+def problem_with(groups: int) -> Problem:
     """Levels of unequal sizes."""
-    return Problem(tuple(Level(f"level {i}", *level) for i, level in enumerate(SIZES[levels])), 1.0, 0.25)
+    return Problem(tuple(TheoryGroup(f"level {i}", *group) for i, group in enumerate(SIZES[groups])), 1.0, 0.25)
 
 
 def draw(dataset: str, problem: Problem, seed: int) -> FederatedData:
@@ -62,7 +63,9 @@ def training_at(personal_rate: float, epochs: int = 1) -> LocalTraining:
     return LocalTraining(epochs, SAMPLES, learning_rate=1.0, personal_learning_rate=personal_rate)
 
 
-FOR_ALL = training_at(1 / (1 + 4), epochs=40)  # one rate for all levels: that of the largest pull, and time to arrive
+SLOW_PERSONAL = training_at(
+    1 / (1 + 4), epochs=40
+)  # one rate for all levels: that of the largest pull, and time to arrive
 
 
 def played(
@@ -87,53 +90,53 @@ def least_squares(population: FederatedData) -> np.ndarray:
     return np.stack([np.linalg.lstsq(train.x_N[r].astype(float), train.y_N[r], rcond=None)[0].ravel() for r in rows])
 
 
-@pytest.mark.parametrize(("dataset", "levels"), CASES)
-def test_without_noise_the_engines_estimates_are_the_papers_after_one_step(dataset, levels):
-    problem = problem_with(levels)
+@pytest.mark.parametrize(("dataset", "groups"), CASES)
+def test_estimates_without_noise(dataset, groups):
+    problem = problem_with(groups)
     weight_G, pull_G = lr.optimal_weights(problem), lr.own_noise_pulls(problem)
-    population = draw(dataset, problem, seed=levels)
+    population = draw(dataset, problem, seed=groups)
     local_KD = least_squares(population)
-    level_K = np.repeat(np.arange(levels), problem.clients_G.astype(int))
-    global_D = lr.global_estimate(local_KD, level_K, weight_G)
-    silent = mechanism(with_noise(problem, np.zeros(levels)), weight_G, pull_G, CLIP)
-    for level, pull in enumerate(pull_G):  # one rate for all clients of a run, so one run for each level's own
+    group_K = np.repeat(np.arange(groups), problem.clients_G.astype(int))
+    global_D = lr.global_estimate(local_KD, group_K, weight_G)
+    silent = mechanism(with_noise(problem, np.zeros(groups)), weight_G, pull_G, CLIP)
+    for group, pull in enumerate(pull_G):  # one rate for all clients of a run, so one run for each level's own
         simulation, state, received_D = played(dataset, population, silent, training_at(1 / (1 + pull)))
         np.testing.assert_allclose(received_D, global_D, atol=1e-5)
         personal_KD = lr.personal_estimate(local_KD, global_D, pull)
         np.testing.assert_allclose(
-            personal_models(simulation, state)[level_K == level], personal_KD[level_K == level], atol=1e-5
+            personal_models(simulation, state)[group_K == group], personal_KD[group_K == group], atol=1e-5
         )
 
 
-def test_at_one_rate_for_all_levels_every_personal_model_walks_to_its_own_estimate():
+def test_personal_models_at_one_rate():
     problem = problem_with(3)
     weight_G, pull_G = lr.optimal_weights(problem), lr.own_noise_pulls(problem)
     population = draw("linear regression", problem, seed=0)
-    level_K = np.repeat(np.arange(3), problem.clients_G.astype(int))
+    group_K = np.repeat(np.arange(3), problem.clients_G.astype(int))
     promise = mechanism(problem, weight_G, pull_G, CLIP)
-    simulation, state, received_D = played("linear regression", population, promise, FOR_ALL)
+    simulation, state, received_D = played("linear regression", population, promise, SLOW_PERSONAL)
     local_KD = least_squares(population)
-    expected = [lr.personal_estimate(local_D, received_D, pull) for local_D, pull in zip(local_KD, pull_G[level_K])]
+    expected = [lr.personal_estimate(local_D, received_D, pull) for local_D, pull in zip(local_KD, pull_G[group_K])]
     np.testing.assert_allclose(personal_models(simulation, state), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("noise", ["per_group", "shared"])
-@pytest.mark.parametrize("levels", SIZES)
-def test_noise_on_the_servers_sum_is_the_noise_that_the_clients_of_the_paper_add(levels, noise):
-    problem = problem_with(levels)
-    weight_G = np.linspace(1, 0.3, levels)
+@pytest.mark.parametrize("groups", SIZES)
+def test_server_noise_is_the_papers_client_noise(groups, noise):
+    problem = problem_with(groups)
+    weight_G = np.linspace(1, 0.3, groups)
     terms = mechanism(problem, weight_G, 1.0, CLIP, noise).round_params
     on_the_mean = (float(terms.update_noise_stddev) * CLIP / float(terms.expected_weight)) ** 2
     owed = shared_noise.server_variance if noise == "shared" else lr.server_variance
-    without = lr.server_variance(with_noise(problem, np.zeros(levels)), weight_G)
+    without = lr.server_variance(with_noise(problem, np.zeros(groups)), weight_G)
     assert on_the_mean == pytest.approx(owed(problem, weight_G) - without, rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("dataset", "levels", "noise"), [(*case, "per_group") for case in CASES] + [("linear regression", 3, "shared")]
+    ("dataset", "groups", "noise"), [(*case, "per_group") for case in CASES] + [("linear regression", 3, "shared")]
 )
-def test_with_noise_the_engines_server_and_clients_err_as_predicted(dataset, levels, noise):
-    problem = problem_with(levels)
+def test_errors_with_noise(dataset, groups, noise):
+    problem = problem_with(groups)
     theory = shared_noise if noise == "shared" else lr
     weight_G = theory.optimal_weights(problem)
     pull_G = shared_noise.optimal_pulls(problem, weight_G) if noise == "shared" else lr.own_noise_pulls(problem)
@@ -142,7 +145,7 @@ def test_with_noise_the_engines_server_and_clients_err_as_predicted(dataset, lev
     server_T, client_TG, state = [], [], None
     for seed in range(150):
         population = draw(dataset, problem, seed)
-        simulation = Simulation(population, DATASETS[dataset][1], promise, FOR_ALL, noise_seed=seed)
+        simulation = Simulation(population, DATASETS[dataset][1], promise, SLOW_PERSONAL, noise_seed=seed)
         state = simulation.run_round(state or simulation.start())  # a step at rate 1 leaves nothing of where it began
         server_T.append(np.mean((simulation.global_model(state) - population.server_y_N.ravel()) ** 2))
         state = simulation.run_round(state)
@@ -156,17 +159,8 @@ def test_with_noise_the_engines_server_and_clients_err_as_predicted(dataset, lev
         assert standard_error < 0.03 * closed_form  # or agreeing would mean nothing
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"samples": 3}, "samples must be at least the number of dimensions, 4, got 3"),
-        ({"clients": 0}, "clients must be at least 1, got 0"),
-        ({"alpha2": -1.0}, "alpha2 must be finite and at least 0, got -1.0"),
-        ({"tau2": float("nan")}, "tau2 must be finite and at least 0, got nan"),
-    ],
-)
-def test_data_that_cannot_be_drawn_are_refused_in_one_line_that_names_the_argument(changes, said):
-    with pytest.raises(ValueError, match=said):
-        regression.linear_regression(
-            **{"clients": 2, "dimensions": 4, "samples": 4, "alpha2": 1.0, "tau2": 1.0} | changes
-        )
+@pytest.mark.parametrize(("field", "value"), [("samples", 3), ("clients", 0), ("alpha2", -1.0), ("tau2", float("nan"))])
+def test_invalid_data(field, value):
+    arguments = {"clients": 2, "dimensions": 4, "samples": 4, "alpha2": 1.0, "tau2": 1.0}
+    with raises_field(field):
+        regression.linear_regression(**arguments | {field: value})

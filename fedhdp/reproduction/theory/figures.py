@@ -27,7 +27,7 @@ from fedhdp.theory.optimum import with_noise
 from fedhdp.theory.point_estimation import OptOut
 
 STYLES = [("#000000", "-", "o"), ("#c1440e", "--", "s"), ("#1f77b4", "-.", "^"), ("#5f8f2f", ":", "D")]
-PAPER: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -184,7 +184,7 @@ def _pull_curve(label: str, drawn: monte_carlo.Trials, weight_G: np.ndarray, gro
 
 def save(folder: Path, name: str, panels: Sequence[Panel]) -> list[Path]:
     """Write one figure and its numbers."""
-    with rc_context(PAPER):
+    with rc_context(STYLE):
         figure = Figure(figsize=(5.4 * len(panels), 4.0), layout="constrained")
         axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for axis, panel in zip(axes, panels):

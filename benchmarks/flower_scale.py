@@ -16,8 +16,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
-
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples" / "flower_app"))
 from demo import Fleet  # noqa: E402
@@ -27,7 +25,7 @@ from fedhdp.client import LocalTraining  # noqa: E402
 from fedhdp.datasets.handwriting import handwriting  # noqa: E402
 from fedhdp.flower.config import Deployment, Level  # noqa: E402
 from fedhdp.results.store import VariantDirectory  # noqa: E402
-from fedhdp.simulation import simulate  # noqa: E402
+from fedhdp.simulation import Simulation, simulate  # noqa: E402
 
 RATE, SAMPLES = 0.05, 30
 TRAINING = LocalTraining(epochs=10, batch_size=20, learning_rate=0.3)
@@ -65,17 +63,15 @@ def own(clients: int, rounds: int) -> tuple[float, float]:
         "strict": Level(RATE, epsilon=2.0, weight=0.001),
     }
     mechanism = Deployment("-", "-", rounds, levels, clip=2.0).mechanism(counts)
-    begun, at = time.monotonic(), list[float]()
-    population = handwriting(clients, SAMPLES, SAMPLES // 3, 2000, "by_writer")
-    simulate(
-        population,
-        MODEL,
-        mechanism,
-        TRAINING,
-        rounds=rounds,
-        on_round=lambda state: at.append(float(np.asarray(state.server.clip)) * 0 + time.monotonic()),
-    )
-    return at[0] - begun, (at[-1] - at[0]) / (rounds - 1)
+    start, ends = time.monotonic(), list[float]()
+
+    def record(simulation: Simulation) -> None:
+        simulation.wait()
+        ends.append(time.monotonic())
+
+    data = handwriting(clients, SAMPLES, SAMPLES // 3, 2000, "by_writer")
+    simulate(data, MODEL, mechanism, TRAINING, rounds=rounds, on_round=record)
+    return ends[0] - start, (ends[-1] - ends[0]) / (rounds - 1)
 
 
 def main() -> None:

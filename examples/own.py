@@ -84,20 +84,18 @@ if __name__ == "__main__":
     for rdp, pld in reports_by_accountant(rules["by their noise"], ROUNDS, DELTA):
         print(f"{rdp}, by PLD {format_epsilon(pld.epsilon)}")
     simulation = Simulation(clinics, net, list(rules.values()), training, Nesterov(learning_rate=0.5))
-    state = simulation.start()
-    for _ in range(ROUNDS):
-        state = simulation.run_round(state)
-    for name, rows in zip(rules, simulation.evaluate(state)):
+    simulation.run(ROUNDS)
+    for name, rows in zip(rules, simulation.evaluate(), strict=True):
         print(name)
         for row in rows:
             if row.metric == "accuracy":  # the mean score, whatever it is
                 print(f"  {row.group:8} {row.model:9} {row.value:.3f}")
 
     # Each clinic by itself: what it scores, and its own model as the function that it is.
-    scores = simulation.client_scores(state)
+    scores = simulation.client_scores()
     for number, name in enumerate(rules):
         better = scores["personal"][:, number] > scores["global"][:, number]
         print(f"with weights {name}, their own models are better for {better.sum()} of {len(better)} clinics")
-    theta = simulation.model(state, client=3, number=1)
+    theta = simulation.model(client=3, number=1)
     days = net.apply(theta, clinics.train.x_N[clinics.train.start_K[3] :][:3], None)[:, 0]
     print("what clinic 3 expects for its first patients:", ", ".join(f"{one:.1f}" for one in days))

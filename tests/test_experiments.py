@@ -394,7 +394,7 @@ def test_a_resume_that_is_refused_can_be_made_good(tmp_path):
 def test_variants_that_memory_parts_are_still_drawn_the_same_cohorts_and_with_a_ledger_each_its_own(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("fedhdp.experiments.runner.personal_room", lambda: 0)
+    monkeypatch.setattr("fedhdp.experiments.runner.personal_bytes_limit", lambda: 0)
     drawn, draw = [], Simulation.draw_cohort
 
     def watched(simulation: Simulation, round: int) -> np.ndarray:
@@ -866,7 +866,7 @@ def test_a_variant_that_draws_other_cohorts_runs_by_itself(tmp_path):
 
 
 def test_personal_models_on_disk_are_gone_when_a_run_is_done(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedhdp.engine.personal_store.personal_room", lambda: 0)
+    monkeypatch.setattr("fedhdp.engine.personal_store.personal_bytes_limit", lambda: 0)
     folder, seen = tmp_path / "run", []
 
     def watch(progress: Progress) -> bool:

@@ -19,7 +19,6 @@ from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, squared_error
 from fedhdp.privacy.accounting import format_epsilon, reports_by_accountant
 from fedhdp.privacy.calibration import calibrate
-from fedhdp.server import ServerOptimizer
 from fedhdp.simulation import Simulation
 
 ROUNDS, DELTA = 60, 1e-3
@@ -59,10 +58,8 @@ def model():
     return Model(init, apply, loss=squared_error, score=score)
 
 
-# The server: any optax optimizer, which sees the noised update as minus a gradient. It costs no privacy.
-class Nesterov(ServerOptimizer, frozen=True):
-    def optax(self):
-        return optax.sgd(self.learning_rate, momentum=0.5, nesterov=True)
+# The server: any optax transformation. Its gradient is minus the noised update. It costs no privacy.
+NESTEROV = optax.sgd(0.5, momentum=0.5, nesterov=True)
 
 
 # The promise: who chose which epsilon. Groups take the clients in order; the noise is found, the weights are an idea.
@@ -83,7 +80,7 @@ if __name__ == "__main__":
     rules = {"all alike": mechanism, "by their noise": by_noise(mechanism)}
     for rdp, pld in reports_by_accountant(rules["by their noise"], ROUNDS, DELTA):
         print(f"{rdp}, by PLD {format_epsilon(pld.epsilon)}")
-    simulation = Simulation(clinics, net, list(rules.values()), training, Nesterov(learning_rate=0.5))
+    simulation = Simulation(clinics, net, list(rules.values()), training, NESTEROV)
     simulation.run(ROUNDS)
     for name, rows in zip(rules, simulation.evaluate(), strict=True):
         print(name)

@@ -44,14 +44,14 @@ from fedhdp.results.metrics import MetricRow, group_rows
 from fedhdp.results.schema import VariantResult, account_groups, attach_metrics
 from fedhdp.results.store import read_arrays, write_arrays
 from fedhdp.rng import BATCHES, COHORT, MODEL, NOISE, os_entropy, stream
-from fedhdp.server import ServerOptimizer, ServerState
+from fedhdp.server import Optimizer, ServerOptimizer, ServerState
 
 StateArrays = Mapping[str, np.ndarray | Callable[[], np.ndarray]]
 Hook = Callable[["Simulation"], bool | None]
 
 
 @lru_cache(maxsize=8)  # on CPUs each takes up to a thousand of the 65,530 memory maps that Linux gives a process
-def _engine(model: Model, training: LocalTraining, optimizer: ServerOptimizer, shape: Shape) -> Engine:
+def _engine(model: Model, training: LocalTraining, optimizer: Optimizer, shape: Shape) -> Engine:
     """One engine for all simulations that differ in numbers alone: they share a compilation."""
     return Engine(model, training, optimizer, shape)
 
@@ -68,7 +68,7 @@ class Simulation:
         model: The network.
         mechanisms: One mechanism, or several that draw the same cohorts.
         training: How clients train.
-        server_optimizer: How the server applies the noised update.
+        server_optimizer: How the server applies the noised update: a ServerOptimizer or any optax transformation.
         seed: Seed of the initial model and of the batches, from 0 to 2**31 - 1.
         noise_seed: Seed of the noise and of the cohorts: repeatable and not private. None: the operating system's entropy.
         directory: Where personal models are kept that do not fit in memory. None: a temporary file.
@@ -91,7 +91,7 @@ class Simulation:
         model: Model,
         mechanisms: Mechanism | Sequence[Mechanism],
         training: LocalTraining | None = None,
-        server_optimizer: ServerOptimizer | None = None,
+        server_optimizer: Optimizer | None = None,
         seed: int = 0,
         noise_seed: int | None = None,
         directory: Path | None = None,
@@ -151,7 +151,7 @@ class Simulation:
         self._scores: dict[str, np.ndarray] | None = None  # the clients' scores of this round
 
     def _initial_server_state(self, theta_P: Array) -> ServerState:
-        states = [server.start(run, self.server_optimizer, theta_P) for run in self.runs]
+        states = [server.initial_state(run, self.server_optimizer, theta_P) for run in self.runs]
         return jax.tree.map(lambda *leaves: np.stack(leaves), *states)
 
     def set_mechanisms(self, mechanisms: Sequence[Mechanism]) -> None:
@@ -286,7 +286,7 @@ class Simulation:
         theta_RP, uninitialized_K, evaluation = self.server_state.theta_P, ~self.participated_K, self._evaluation
         score_KT = evaluation.on_clients(theta_RP, self._personal, uninitialized_K)
         scores = {"global": score_KT[:, self.run_of]}
-        if self.server_optimizer.average is not None:
+        if server.average_decay(self.server_optimizer) is not None:
             scores["average"] = evaluation.on_clients(self._averages(), None, uninitialized_K)[:, self.run_of]
         if self.store is not None:
             scores["personal"] = score_KT[:, len(self.runs) :]
@@ -299,7 +299,7 @@ class Simulation:
         """For each mechanism, the metrics of all models: on the server's test set, and by group on the clients' own."""
         client_scores, names = self.client_scores(), [group.name for group in self.mechanism.groups]
         models = {"global": self.server_state.theta_P}
-        if self.server_optimizer.average is not None:
+        if server.average_decay(self.server_optimizer) is not None:
             models["average"] = self._averages()
         server_scores = {}
         if len(self.data.server_y_N) > 0:
@@ -350,7 +350,7 @@ class Simulation:
     def named_parameters(self, number: int = 0) -> dict[str, np.ndarray]:
         """A mechanism's global model, and its average if there is one, as arrays named by their path in the model."""
         models = {"global": self.server_state.theta_P}
-        if self.server_optimizer.average is not None:
+        if server.average_decay(self.server_optimizer) is not None:
             models["average"] = self._averages()
         named = {}
         for model, theta_RP in models.items():
@@ -466,7 +466,7 @@ def simulate(
     model: Model,
     mechanism: Mechanism,
     training: LocalTraining | None = None,
-    server_optimizer: ServerOptimizer | None = None,
+    server_optimizer: Optimizer | None = None,
     rounds: int = 100,
     evaluate_every: int | None = None,
     seed: int = 0,
@@ -480,7 +480,7 @@ def simulate(
         model: The network.
         mechanism: The privacy groups, and how updates are sampled, clipped, noised and weighed.
         training: How clients train.
-        server_optimizer: How the server applies the noised update.
+        server_optimizer: How the server applies the noised update: a ServerOptimizer or any optax transformation.
         rounds: How many rounds.
         evaluate_every: Evaluate every so many rounds, besides the last.
         seed: Seed of the initial model and of the batches.
@@ -508,7 +508,7 @@ def simulate_many(
     model: Model,
     mechanisms: Sequence[Mechanism],
     training: LocalTraining | None = None,
-    server_optimizer: ServerOptimizer | None = None,
+    server_optimizer: Optimizer | None = None,
     rounds: int = 100,
     evaluate_every: int | None = None,
     seed: int = 0,

@@ -831,13 +831,13 @@ def test_variants_that_differ_in_pulls_alone_share_one_global_training(tmp_path)
 def test_a_variant_may_have_its_own_server_and_training_on_the_same_cohorts(tmp_path):
     base = tiny(rounds=3)
     plain, other = base.variants[1], replace(base.variants[1], name="other")
-    changes = {"server": {"optimizer": "momentum", "learning_rate": 0.3}, "training": {"epochs": 2}}
+    changes = {"server": {"momentum": 0.9, "learning_rate": 0.3}, "training": {"epochs": 2}}
     several = replace(base, variants=(plain, replace(other, **changes)))
     assert from_toml(to_toml(several), "x") == several
     run(several, tmp_path / "together", onwards)
     alone = replace(base, variants=(plain,))
     run(alone, tmp_path / "plain", onwards)
-    run(replace(alone, server=ServerOptimizer("momentum", 0.3), training=replace(base.training, epochs=2)),
+    run(replace(alone, server=ServerOptimizer("sgd", 0.3, 0.9), training=replace(base.training, epochs=2)),
         tmp_path / "other", onwards)  # fmt: skip
     for name, part in (("fedhdp", "plain"), ("other", "other")):
         models = [
@@ -847,8 +847,8 @@ def test_a_variant_may_have_its_own_server_and_training_on_the_same_cohorts(tmp_
             np.testing.assert_array_equal(models[0][array], models[1][array])
     for wrong, said in (
         (
-            {"server": {"optimizer": "adam"}},
-            "server of 'other': unknown field optimizer = 'adam'; did you mean optimizer?",
+            {"server": {"nam": "adam"}},
+            "server of 'other': unknown field nam = 'adam'; did you mean name?",
         ),
         ({"training": {"epochs": 0}}, "epochs must be at least 1, got 0"),
         ({"training": {"proximal": 1e9}}, "proximal must be at least 0 and below"),

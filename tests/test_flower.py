@@ -175,7 +175,7 @@ def equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 
 
 def test_flower_and_the_simulator_give_the_same_global_model_from_the_same_seeds(tmp_path):
-    step = ServerOptimizer("momentum", average=0.5)
+    step = ServerOptimizer(momentum=0.9, average=0.5)
     wanted = deployment(tmp_path, rounds=4, server=step, evaluate_every=2, cohort_seed=7)
     summary = run_round(everyone(), wanted)
     mechanism = wanted.mechanism({"open": 2, "mid": 3, "strict": 3})

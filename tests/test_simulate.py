@@ -385,7 +385,7 @@ def test_a_state_goes_through_its_arrays_and_back_and_not_into_another_simulatio
         restored = trained(population, CHOSEN, rounds=1)
         restored.restore(dict(arrays))
         same(simulation, restored)
-    momentum = Simulation(population, MODEL, CHOSEN, TRAINING, ServerOptimizer("momentum"))
+    momentum = Simulation(population, MODEL, CHOSEN, TRAINING, ServerOptimizer(momentum=0.9))
     fewer = Simulation(tiny_data([4, 4]), MODEL, Mechanism((PrivacyGroup("all", 2, 1.0, 0.5),), 1.0), TRAINING)
     for other in (momentum, fewer):
         with raises_field("checkpoint", RunError):
@@ -414,7 +414,7 @@ def test_without_a_seed_every_run_of_every_round_has_noise_of_its_own(population
 
 
 def test_a_saved_state_resumes_to_the_bit(population, tmp_path):
-    adam = ServerOptimizer(optimizer="adam", learning_rate=0.1, average=0.9)
+    adam = ServerOptimizer("adam", learning_rate=0.1, average=0.9)
     whole = trained(population, CHOSEN, rounds=4, server_optimizer=adam)
     trained(population, CHOSEN, rounds=2, server_optimizer=adam).save(tmp_path / "state.npz")
     resumed = trained(population, CHOSEN, rounds=0, server_optimizer=adam)
@@ -424,7 +424,7 @@ def test_a_saved_state_resumes_to_the_bit(population, tmp_path):
 
 
 def test_server_momentum_and_the_average_are_post_processing_of_the_same_updates(population):
-    momentum = ServerOptimizer(optimizer="momentum", average=0.5)
+    momentum = ServerOptimizer(momentum=0.9, average=0.5)
     plain = trained(population, CHOSEN, rounds=1)
     moved = trained(population, CHOSEN, rounds=1, server_optimizer=momentum)
     np.testing.assert_array_equal(plain.global_model(), moved.global_model())  # the first step has no momentum yet

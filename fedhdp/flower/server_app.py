@@ -37,7 +37,7 @@ from fedhdp.results import store as results
 from fedhdp.results.schema import Summary, VariantResult, attach_metrics
 from fedhdp.results.store import RunDirectory, VariantDirectory
 from fedhdp.results.tables import format_table
-from fedhdp.server import averaged_model, start
+from fedhdp.server import averaged_model, initial_state
 
 Score = Callable[[Arrays], float]
 VARIANT = "fedhdp"
@@ -175,7 +175,7 @@ def _restore(strategy: FedHDP, checkpoint: dict[str, np.ndarray], record: Record
     if record.shapes not in ({}, shapes(strategy.like)):
         raise ValueError(f"the checkpoint is of another model: {record.shapes}, not {shapes(strategy.like)}")
     mechanism = record.stretches[-1].mechanism
-    like = start(mechanism, strategy.deployment.server, jnp.asarray(checkpoint["server_0"]))
+    like = initial_state(mechanism, strategy.deployment.server, jnp.asarray(checkpoint["server_0"]))
     leaves, tree = jax.tree.flatten(like)
     strategy.state = jax.tree.unflatten(tree, [checkpoint[f"server_{i}"] for i in range(len(leaves))])
     strategy.round = int(checkpoint["round"])

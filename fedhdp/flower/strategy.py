@@ -106,7 +106,7 @@ class FedHDP(Strategy):
         self.purse.admit(self.registry.members)
         if self.state is None:
             theta_P = jnp.asarray(flat(self.like))
-            self.state = server.start(self.purse.mechanism, self.deployment.server, theta_P)
+            self.state = server.initial_state(self.purse.mechanism, self.deployment.server, theta_P)
         groups = len(self.purse.mechanism.groups)
         if self.state.refused_G.shape != (groups,):
             self.state = self.state._replace(refused_G=jnp.zeros(groups, jnp.int32))

@@ -14,9 +14,10 @@ from msgspec.structs import replace
 from fedhdp import AdaptiveClip, ServerOptimizer
 from fedhdp.errors import ConfigError
 from fedhdp.experiments.components import Data
-from fedhdp.experiments.config import Experiment, GroupConfig, MechanismConfig, Variant
+from fedhdp.experiments.config import Experiment, Variant
 from fedhdp.experiments.presets import OPTED_OUT, PRIVATE
 from fedhdp.mechanism import Sampling
+from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 from fedhdp.reproduction import tables
 from fedhdp.reproduction.tables import AVERAGED, PULLS, ROUNDS, TABLES, Options, Part, TableRow
 from fedhdp.theory.planning import MLP_PARAMETERS, with_optimal_weights
@@ -27,7 +28,7 @@ PLD_NOISE = 1.401  # the least noise multiplier for this epsilon by PLD accounti
 TUNED_WEIGHTS = (0.01, 0.025)  # the best of the paper
 VALIDATION = 0.2  # the share of each client's train examples on which it chooses its pull
 LONG_AVERAGE = ServerOptimizer(average=0.95)
-MOMENTUM = ServerOptimizer("momentum", learning_rate=0.3, momentum=0.9, average=0.95)
+MOMENTUM = ServerOptimizer(learning_rate=0.3, momentum=0.9, average=0.95)
 ALL_EXTENSIONS = "extensions"  # on the command line
 
 
@@ -97,7 +98,7 @@ def extension_part(name: str, data: Data, personal: bool = True, rounds: int = R
 
 def _theory_weights(mechanism: MechanismConfig, noise: str) -> tuple[float, ...]:
     """The theory's weights for the paper's rounds and network, to two digits."""
-    promise = replace(mechanism.mechanism(ROUNDS, 1e-4), noise=noise)
+    promise = replace(mechanism.build(ROUNDS, 1e-4), noise=noise)
     return tuple(float(f"{g.weight:.2g}") for g in with_optimal_weights(promise, ROUNDS, MLP_PARAMETERS).groups)
 
 
@@ -105,7 +106,7 @@ def levels_part(name: str, data: Data, sampling: Sampling, rounds: int = ROUNDS,
     """Several privacy levels as an experiment: the baselines, and FedHDP with shared noise and with noise per group."""
     table = TABLES[BASE]
     groups = tuple(
-        GroupConfig(level, round(share * data.clients), table.sampling_rate, noise_multiplier=noise)
+        GroupConfig(level, round(share * data.clients), sampling_rate=table.sampling_rate, noise_multiplier=noise)
         for level, share, noise in LEVEL_TABLES[name]
     )
     mechanism = MechanismConfig(groups, AdaptiveClip(initial=table.clip), sampling=sampling)

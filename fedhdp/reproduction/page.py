@@ -8,7 +8,8 @@ DOCS.md                   the page
 
 Numbers in findings are computed from the summary. ``{{ROW}}`` is the mean of the row's global accuracy, ``{{ROW - ROW}}``
 the mean difference seed by seed, ``{{ROW / paper}}`` the difference from the paper; each with half of its interval.
-``{{paper ROW}}`` is the paper's number. A column follows after ``|``, a pull after ``@``: ``{{FedHDP r=0.01 @0.05 | acc_l_p}}``.
+``{{paper ROW}}`` is the paper's number. A column follows after ``|``, a pull after ``@``:
+``{{FedHDP r=0.01 @0.05 | acc_l_p}}``.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def group_costs(runs: Iterable[FinishedRun]) -> list[GroupCost]:
     """The epsilons of each group of each part, once for all rows and seeds with the same ones."""
     rows: dict[GroupCost, list[str]] = {}
     for run in runs:
-        promise = run.experiment.mechanism.mechanism(run.experiment.rounds, run.experiment.delta)
+        promise = run.experiment.mechanism.build(run.experiment.rounds, run.experiment.delta)
         for variant, result in zip(run.experiment.variants, run.summary.variants, strict=True):
             for cost in _variant_costs(run, variant.mechanism(promise), result):
                 rows.setdefault(cost, []).append(_line_key(run.part, result).row)

@@ -20,9 +20,10 @@ from fedhdp.datasets import stored
 from fedhdp.datasets.femnist import Origin, femnist
 from fedhdp.errors import require
 from fedhdp.experiments.components import Cnn, Data, Femnist, Handwriting, Mlp, Mnist, ModelChoice
-from fedhdp.experiments.config import Experiment, GroupConfig, MechanismConfig, Variant
+from fedhdp.experiments.config import Experiment, Variant
 from fedhdp.experiments.presets import OPTED_OUT, PAPER_TRAINING, PRIVATE
 from fedhdp.mechanism import Sampling
+from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 
 ROUNDS, COHORT, OPTED_OUT_SHARE = 500, 100, 0.05
 PULLS = (0.005, 0.05, 0.25)
@@ -108,7 +109,7 @@ class Part(NamedTuple):
 
 def _stored_femnist(origin: Origin, classes: Literal[10, 62], limit: int) -> Femnist:
     """The first clients of a stored FEMNIST, at most ``limit``."""
-    return Femnist(min(limit, femnist(origin, classes).clients), origin, classes)
+    return Femnist(min(limit, femnist(origin, classes).num_clients), origin, classes)
 
 
 def _one_digit_sources(split: Literal["one_digit", "skewed"]) -> dict[str, DataSource]:
@@ -232,8 +233,8 @@ def groups_of(table: PaperTable, data: Data) -> tuple[GroupConfig, GroupConfig]:
     rate = table.sampling_rate if data.clients == table.clients else min(1.0, round(COHORT / data.clients, 4))
     opted_out = max(1, round(OPTED_OUT_SHARE * data.clients))
     return (
-        GroupConfig(OPTED_OUT, opted_out, rate, noise_multiplier=0.0),
-        GroupConfig(PRIVATE, data.clients - opted_out, rate, noise_multiplier=table.noise_multiplier),
+        GroupConfig(OPTED_OUT, opted_out, sampling_rate=rate, noise_multiplier=0.0),
+        GroupConfig(PRIVATE, data.clients - opted_out, sampling_rate=rate, noise_multiplier=table.noise_multiplier),
     )
 
 

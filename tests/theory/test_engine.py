@@ -13,7 +13,7 @@ from fedhdp.datasets import regression
 from fedhdp.mechanism import Mechanism
 from fedhdp.models import linear, squared_error
 from fedhdp.reproduction.theory.monte_carlo import estimate
-from fedhdp.simulation import Simulation, State
+from fedhdp.simulation import Simulation
 from fedhdp.theory import linear_regression as lr
 from fedhdp.theory import shared_noise
 from fedhdp.theory.linear_regression import Problem, TheoryGroup
@@ -70,23 +70,24 @@ SLOW_PERSONAL = training_at(
 
 def played(
     dataset: str, population: FederatedData, promise: Mechanism, training: LocalTraining
-) -> tuple[Simulation, State, np.ndarray]:
+) -> tuple[Simulation, np.ndarray]:
     """The state after two rounds, and the global model between them, which the second round's clients receive."""
     simulation = Simulation(population, DATASETS[dataset][1], promise, training, noise_seed=0)
-    state = simulation.run_round(simulation.start())
-    received_D = simulation.global_model(state)
-    return simulation, simulation.run_round(state), received_D
+    simulation.run(1)
+    received_D = simulation.global_model()
+    simulation.run(2)
+    return simulation, received_D
 
 
-def personal_models(simulation: Simulation, state: State) -> np.ndarray:
+def personal_models(simulation: Simulation) -> np.ndarray:
     """Every client's personal model, in the order of the clients."""
-    return simulation.personal_models(state, np.flatnonzero(~state.uninitialized_K))
+    return simulation.personal_models(np.flatnonzero(simulation.participated_K))
 
 
 def least_squares(population: FederatedData) -> np.ndarray:
     """Each client's own estimate, in double precision and without the engine."""
     train = population.train
-    rows = [slice(start, start + count) for start, count in zip(train.start_K, train.count_K)]
+    rows = [slice(start, start + count) for start, count in zip(train.start_K, train.count_K, strict=True)]
     return np.stack([np.linalg.lstsq(train.x_N[r].astype(float), train.y_N[r], rcond=None)[0].ravel() for r in rows])
 
 
@@ -100,11 +101,11 @@ def test_estimates_without_noise(dataset, groups):
     global_D = lr.global_estimate(local_KD, group_K, weight_G)
     silent = mechanism(with_noise(problem, np.zeros(groups)), weight_G, pull_G, CLIP)
     for group, pull in enumerate(pull_G):  # one rate for all clients of a run, so one run for each level's own
-        simulation, state, received_D = played(dataset, population, silent, training_at(1 / (1 + pull)))
+        simulation, received_D = played(dataset, population, silent, training_at(1 / (1 + pull)))
         np.testing.assert_allclose(received_D, global_D, atol=1e-5)
         personal_KD = lr.personal_estimate(local_KD, global_D, pull)
         np.testing.assert_allclose(
-            personal_models(simulation, state)[group_K == group], personal_KD[group_K == group], atol=1e-5
+            personal_models(simulation)[group_K == group], personal_KD[group_K == group], atol=1e-5
         )
 
 
@@ -114,10 +115,12 @@ def test_personal_models_at_one_rate():
     population = draw("linear regression", problem, seed=0)
     group_K = np.repeat(np.arange(3), problem.clients_G.astype(int))
     promise = mechanism(problem, weight_G, pull_G, CLIP)
-    simulation, state, received_D = played("linear regression", population, promise, SLOW_PERSONAL)
+    simulation, received_D = played("linear regression", population, promise, SLOW_PERSONAL)
     local_KD = least_squares(population)
-    expected = [lr.personal_estimate(local_D, received_D, pull) for local_D, pull in zip(local_KD, pull_G[group_K])]
-    np.testing.assert_allclose(personal_models(simulation, state), expected, atol=1e-5)
+    expected = [
+        lr.personal_estimate(local_D, received_D, pull) for local_D, pull in zip(local_KD, pull_G[group_K], strict=True)
+    ]
+    np.testing.assert_allclose(personal_models(simulation), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("noise", ["per_group", "shared"])
@@ -125,8 +128,8 @@ def test_personal_models_at_one_rate():
 def test_server_noise_is_the_papers_client_noise(groups, noise):
     problem = problem_with(groups)
     weight_G = np.linspace(1, 0.3, groups)
-    terms = mechanism(problem, weight_G, 1.0, CLIP, noise).round_params
-    on_the_mean = (float(terms.update_noise_stddev) * CLIP / float(terms.expected_weight)) ** 2
+    params = mechanism(problem, weight_G, 1.0, CLIP, noise).round_params
+    on_the_mean = (float(params.update_noise_stddev) * CLIP / float(params.expected_weight)) ** 2
     owed = shared_noise.server_variance if noise == "shared" else lr.server_variance
     without = lr.server_variance(with_noise(problem, np.zeros(groups)), weight_G)
     assert on_the_mean == pytest.approx(owed(problem, weight_G) - without, rel=1e-3)
@@ -142,14 +145,14 @@ def test_errors_with_noise(dataset, groups, noise):
     pull_G = shared_noise.optimal_pulls(problem, weight_G) if noise == "shared" else lr.own_noise_pulls(problem)
     promise = mechanism(problem, weight_G, pull_G, CLIP, noise)
     assert pull_G.max() <= 4
-    server_T, client_TG, state = [], [], None
+    server_T, client_TG = [], []
     for seed in range(150):
         population = draw(dataset, problem, seed)
         simulation = Simulation(population, DATASETS[dataset][1], promise, SLOW_PERSONAL, noise_seed=seed)
-        state = simulation.run_round(state or simulation.start())  # a step at rate 1 leaves nothing of where it began
-        server_T.append(np.mean((simulation.global_model(state) - population.server_y_N.ravel()) ** 2))
-        state = simulation.run_round(state)
-        (rows,) = simulation.evaluate(state)
+        simulation.run(1)
+        server_T.append(np.mean((simulation.global_model() - population.server_y_N.ravel()) ** 2))
+        simulation.run(2)
+        (rows,) = simulation.evaluate()
         client_TG.append([row.value for row in rows if (row.model, row.metric) == ("personal", "accuracy")])
     # with the noise on the server nobody can take their own out: the error is the one with own noise inside
     predicted = [theory.server_variance(problem, weight_G), *theory.client_mse(problem, weight_G, pull_G)]

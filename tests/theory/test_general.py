@@ -67,13 +67,15 @@ def test_errors_agree_with_drawn_features_and_responses():
     weights, pull, trials = np.array([1.0, 0.3]), 0.7, 20_000
     truth_TND = np.sqrt(0.2) * rng.normal(size=(trials, 6, 2))
     responses = [truth_TND[:, j] @ F.T + rng.normal(size=(trials, len(F))) for j, F in enumerate(features)]
-    local_TND = np.stack([np.linalg.lstsq(F, y.T, rcond=None)[0].T for F, y in zip(features, responses)], axis=1)
+    local_TND = np.stack(
+        [np.linalg.lstsq(F, y.T, rcond=None)[0].T for F, y in zip(features, responses, strict=True)], axis=1
+    )
     update_TND = local_TND + np.sqrt(problem.noise_N)[:, None] * rng.normal(size=(trials, 6, 2))
     weight_N = weights[problem.group_N]
     global_TD = np.einsum("n,tnd->td", weight_N, update_TND) / weight_N.sum()
     assert_agrees(np.mean(global_TD**2, axis=1), np.trace(general.fedhdp_server_error(problem, weights)) / 2)
     predicted_N = general.fedhdp_client_errors(problem, weights, pull)
-    for j, (F, y) in enumerate(zip(features, responses)):
+    for j, (F, y) in enumerate(zip(features, responses, strict=True)):
         n = len(F)
         right_TD = y @ F / n + pull * global_TD  # the minimiser of |F x - y|^2 / 2n + pull/2 |x - global|^2
         personal_TD = np.linalg.solve(F.T @ F / n + pull * np.eye(2), right_TD.T).T

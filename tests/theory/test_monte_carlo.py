@@ -47,7 +47,7 @@ def test_client_errors_agree(drawn, groups, own_noise):
     for weights in (lr.optimal_weights(problem), np.ones(groups)):
         for pulls in (lr.optimal_pulls(problem), lr.own_noise_pulls(problem), 0.3, math.inf):
             error_TG = monte_carlo.client_errors(drawn[groups], weights, pulls, own_noise)
-            for error_T, closed_form in zip(error_TG.T, lr.client_mse(problem, weights, pulls, own_noise)):
+            for error_T, closed_form in zip(error_TG.T, lr.client_mse(problem, weights, pulls, own_noise), strict=True):
                 assert_agrees(error_T, closed_form)
 
 
@@ -60,7 +60,7 @@ def test_shared_noise_agrees(drawn, groups):
     )
     pulls = shared_noise.optimal_pulls(problem, weights)
     error_TG = monte_carlo.client_errors(drawn[groups], weights, pulls, shared=True)
-    for error_T, closed_form in zip(error_TG.T, shared_noise.client_mse(problem, weights, pulls)):
+    for error_T, closed_form in zip(error_TG.T, shared_noise.client_mse(problem, weights, pulls), strict=True):
         assert_agrees(error_T, closed_form)
 
 
@@ -132,7 +132,7 @@ def test_many_trials_agree():
     weights, pulls = lr.optimal_weights(problem), lr.optimal_pulls(problem)
     error_TG = monte_carlo.client_errors(trials, weights, pulls)
     assert_agrees(monte_carlo.server_errors(trials, weights), lr.optimal_server_variance(problem))
-    for error_T, closed_form in zip(error_TG.T, lr.client_mse(problem, weights, pulls)):
+    for error_T, closed_form in zip(error_TG.T, lr.client_mse(problem, weights, pulls), strict=True):
         assert_agrees(error_T, closed_form)
 
 

@@ -47,6 +47,6 @@ def test_fedhdp_is_better_than_every_private_baseline():
     for name in ("dp_fedavg", "hdp_fedavg", "local_only"):
         variance = others[name].server_variance
         assert variance is None or best.server_variance < variance
-        for ours, theirs in zip(best.groups, others[name].groups):
+        for ours, theirs in zip(best.groups, others[name].groups, strict=True):
             assert ours.client_mse_own_noise < theirs.client_mse
     assert others["non_private"].server_variance < best.server_variance

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 Accountant = Literal["rdp", "pld"]
 ADJACENCY = {"poisson": "add or remove one client", "fixed": "replace one client"}
 SAMPLER = {"poisson": "Poisson sampling", "fixed": "fixed cohorts without replacement"}
-SENSITIVITY = {"poisson": 1, "fixed": 2}  # how many clips, or halves of a bit, one neighbour can change
 GRAIN = 10**12  # fixed cohorts' sampling rates as whole numbers, which is how events hold them
 ROUNDING = 1e-15  # an order's cost is never taken to be below what double precision can tell from nothing
 MIN_NOISE_MULTIPLIER = 1e-2  # less is priced as none
@@ -103,7 +102,7 @@ def pluralize(number: float, what: str = "round") -> str:
 def privacy_cost(mechanism: Mechanism, group: PrivacyGroup, rounds: int = 1) -> PrivacyCost:
     """What rounds cost a group: update and clip bit together, with the noise that the group really gets."""
     require(rounds >= 0, "rounds", rounds, "at least 0")
-    multiplier = mechanism.effective_noise_multiplier(group) / SENSITIVITY[mechanism.sampling]
+    multiplier = mechanism.accounted_noise_multiplier(group)
     return PrivacyCost(multiplier, mechanism.sampling_probability(group), mechanism.sampling, rounds)
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from fedhdp.errors import require
-from fedhdp.mechanism import MAX_VALUE, Mechanism, PrivacyGroup, Sampling
-from fedhdp.privacy.accounting import MIN_NOISE_MULTIPLIER, SENSITIVITY, Accountant, compose, gaussian_cost
+from fedhdp.mechanism import MAX_VALUE, SENSITIVITY, Mechanism, PrivacyGroup, Sampling
+from fedhdp.privacy.accounting import MIN_NOISE_MULTIPLIER, Accountant, compose, gaussian_cost
 
 ROUNDS_BY_PLD = 100_000
 

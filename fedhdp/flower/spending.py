@@ -68,9 +68,11 @@ class DeploymentBilling:
         """Charge the next round to every group, durably, or raise when nobody is left to go on with."""
         due = lambda: (self.stretches[-1].name, self.mechanism)  # noqa: E731
         try:
-            charge_round(self.ledger, due, self.deployment.repeatable, self.deployment.when_spent, self._leave_out)
+            charge_round(
+                self.ledger, due, self.deployment.repeatable, self.deployment.on_budget_exhausted, self._leave_out
+            )
         except BudgetExhausted:
-            if self.deployment.when_spent == "leave_out":
+            if self.deployment.on_budget_exhausted == "leave_out":
                 self.left_out = {group.name for group in self.mechanism.groups}
             raise
 

@@ -16,9 +16,6 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples" / "flower_app"))
@@ -28,7 +25,7 @@ from task import MODEL, SIMULATED_LEVELS  # noqa: E402
 from fedhdp.datasets.handwriting import handwriting  # noqa: E402
 from fedhdp.flower import Deployment  # noqa: E402
 from fedhdp.results.store import VariantDirectory  # noqa: E402
-from fedhdp.simulation import simulate  # noqa: E402
+from fedhdp.simulation import Simulation, simulate  # noqa: E402
 
 APP = ROOT / "examples" / "flower_app"
 RATE, SAMPLES = 0.05, 30
@@ -67,8 +64,8 @@ def time_simulator(clients: int, rounds: int) -> tuple[float, float]:
     deployment = Deployment.from_app(APP, rounds=rounds, **sampling_rates())
     started, completed_at = time.monotonic(), list[float]()
 
-    def record_time(state: Any) -> None:
-        np.asarray(state.server.clip)  # waits for the round
+    def record_time(simulation: Simulation) -> None:
+        simulation.wait()
         completed_at.append(time.monotonic())
 
     data = handwriting(clients, SAMPLES, SAMPLES // 3, 2000, "by_writer")

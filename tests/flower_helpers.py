@@ -15,10 +15,10 @@ from helpers import tiny_data
 from fedhdp.client import LocalTraining
 from fedhdp.data import Examples
 from fedhdp.flower import Arrays, Deployment, Trainer, client_app, initial_arrays, jax_trainer, run_deployment
-from fedhdp.flower.config import Level
 from fedhdp.mechanism import AdaptiveClip
 from fedhdp.models import mlp
-from fedhdp.privacy.accounting import PrivacyCost, within_budget
+from fedhdp.privacy.accounting import PrivacyCost
+from fedhdp.privacy.calibration import PrivacyLevel
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results.metrics import MetricRow
 from fedhdp.results.schema import Summary
@@ -31,11 +31,14 @@ MODEL, TRAINING, SEED = mlp(12, 5, 3), LocalTraining(epochs=2, batch_size=4, lea
 DATA = tiny_data(SIZES)
 PLAIN_MODEL = {"w": np.zeros((2, 3), np.float32), "b": np.ones(3, np.float32)}
 LEVELS = {
-    "open": Level(0.5, noise_multiplier=0.0),
-    "mid": Level(0.6, noise_multiplier=0.5, weight=0.5, pull=0.2),
-    "strict": Level(0.5, noise_multiplier=1.0, weight=0.3),
+    "open": PrivacyLevel(sampling_rate=0.5, noise_multiplier=0.0),
+    "mid": PrivacyLevel(sampling_rate=0.6, noise_multiplier=0.5, weight=0.5, pull=0.2),
+    "strict": PrivacyLevel(sampling_rate=0.5, noise_multiplier=1.0, weight=0.3),
 }
-TWO_LEVELS = {"strict": Level(1.0, noise_multiplier=1.0), "open": Level(1.0, noise_multiplier=0.0)}  # always sampled
+TWO_LEVELS = {
+    "strict": PrivacyLevel(sampling_rate=1.0, noise_multiplier=1.0),
+    "open": PrivacyLevel(sampling_rate=1.0, noise_multiplier=0.0),
+}  # always sampled
 PRIVATE = {"noise_seed": None, "cohort_seed": None}
 
 
@@ -268,19 +271,19 @@ def saved_values(deployment: Deployment, group: str, metric: str) -> list[float]
 
 def open_ledger(path: str | Path, read_only: bool = True) -> Ledger:
     """A ledger."""
-    return Ledger(path, within_budget, read_only=read_only)
+    return Ledger(path, read_only=read_only)
 
 
 def ledger_costs(deployment: Deployment, level: str) -> list[PrivacyCost]:
     """What the deployment's ledger has charged to a level."""
     with open_ledger(deployment.ledger) as ledger:
-        return [PrivacyCost(*cost) for cost in ledger.spent(level)]
+        return list(ledger.costs(level))
 
 
 def client_costs(directory: Path) -> list[PrivacyCost]:
     """What a client's own ledger has charged."""
     with open_ledger(directory / "client.ledger") as ledger:
-        return [PrivacyCost(*cost) for cost in ledger.spent("this client")]
+        return list(ledger.costs("this client"))
 
 
 def charged_rounds(deployment: Deployment) -> int:
@@ -292,7 +295,7 @@ def charged_rounds(deployment: Deployment) -> int:
 def registered_levels(deployment: Deployment) -> list[str]:
     """The clients' levels in the deployment's ledger, in the order of enrollment."""
     with open_ledger(deployment.ledger) as ledger:
-        return list(ledger.registered().values())
+        return list(ledger.registrations().values())
 
 
 def is_equal(first: Arrays, second: Arrays) -> bool:

@@ -157,16 +157,16 @@ class ClientStateDir(InMemoryState):
         """How many rounds of this cost the client's budget allows, and every budget that it had before."""
         with self._ledger() as ledger:
             budgets = [limit for limit in (budget, _recorded_budget(ledger)) if limit is not None]
-            costs = ledger.spent(SELF_GROUP)
-            return min((rounds_left(costs, cost, *limit) for limit in budgets), default=math.inf)
+            costs = ledger.costs(SELF_GROUP)
+            return min((rounds_left(costs, cost, limit) for limit in budgets), default=math.inf)
 
     def is_overspent(self, budget: Budget | None) -> bool:
         """Whether the ledger exceeds the client's budget, or one that it had before."""
         with self._ledger() as ledger:
             if budget is not None:
-                ledger.tighten(SELF_GROUP, *budget)
+                ledger.lower_budget(SELF_GROUP, budget)
             recorded = _recorded_budget(ledger)
-            return recorded is not None and not within_budget(ledger.spent(SELF_GROUP), *recorded)
+            return recorded is not None and not within_budget(ledger.costs(SELF_GROUP), recorded)
 
     def charge(self, run: str, cost: PrivacyCost, budget: Budget | None) -> None:
         """Charge rounds in the client's own ledger; to be called before the client sends anything.
@@ -179,14 +179,14 @@ class ClientStateDir(InMemoryState):
         with self._ledger() as ledger:
             ledger.begin(name, Mechanism((group,), clip=1.0))
             if budget is not None:
-                ledger.tighten(SELF_GROUP, *budget)
+                ledger.lower_budget(SELF_GROUP, budget)
             try:
                 ledger.charge(name, {SELF_GROUP: cost})
             except BudgetError as error:
                 raise DeclinedRound(BUDGET_EXHAUSTED) from error
 
     def _ledger(self) -> Ledger:
-        return Ledger(self.path / "client.ledger", within_budget)
+        return Ledger(self.path / "client.ledger")
 
 
 def make_promise(offer: LevelOffer, level: str | None) -> Promise:

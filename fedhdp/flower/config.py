@@ -19,31 +19,12 @@ import tomli_w
 
 from fedhdp.client import LocalTraining
 from fedhdp.errors import ConfigError, require
-from fedhdp.experiments.config import (
-    GroupConfig,
-    LifetimeBudget,
-    MechanismConfig,
-    format_validation_error,
-    without_none,
-)
+from fedhdp.experiments.config import format_validation_error, without_none
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, PrivacyGroup
 from fedhdp.privacy.budget import OnBudgetExhausted
+from fedhdp.privacy.calibration import GroupConfig, MechanismConfig, PrivacyLevel
+from fedhdp.privacy.ledger import Budget
 from fedhdp.server import ServerOptimizer
-
-
-class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A privacy level that clients can choose: by its noise multiplier, or by the epsilon it keeps after all rounds."""
-
-    sampling_rate: float
-    noise_multiplier: float | None = None
-    epsilon: float | None = None  # infinity opts out
-    delta: float | None = None  # None: the deployment's
-    weight: float = 1.0
-    pull: float = 0.05
-
-    def group(self, name: str, clients: int) -> GroupConfig:
-        """The group of this many clients that chose the level."""
-        return GroupConfig(name, clients, **msgspec.structs.asdict(self))
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -76,7 +57,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     out: str
     ledger: str
     rounds: int
-    levels: dict[str, Level]
+    levels: dict[str, PrivacyLevel]
     clip: float | AdaptiveClip
     noise: Noise = "shared"
     name: str = "deployment"
@@ -86,7 +67,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     cohort_seed: int | None = None
     noise_seed: int | None = None
     delta: float = 1e-4
-    budgets: dict[str, LifetimeBudget] = {}
+    budgets: dict[str, Budget] = {}
     on_budget_exhausted: OnBudgetExhausted = "stop"
     evaluate_every: int = 0
     server_evaluate_every: int = 0
@@ -107,8 +88,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
             require(0 < getattr(self, field) < math.inf, field, getattr(self, field), "finite and above 0")
         for name in self.budgets:
             require(name in self.levels, "budgets", name, f"of levels on offer ({', '.join(self.levels)})")
-        config = self._mechanism_config(dict.fromkeys(self.levels, 1))
-        self.training.check(config._at([level.noise_multiplier or 0.0 for level in self.levels.values()]))
+        self.training.check(self._mechanism_config(dict.fromkeys(self.levels, 1)).uncalibrated())
 
     @classmethod
     def from_run_config(cls, run_config: Mapping[str, Any]) -> Deployment:
@@ -162,10 +142,14 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
 
     def mechanism(self, clients: Mapping[str, int]) -> Mechanism:
         """The mechanism for these numbers of clients by level; a level without clients has no group."""
-        return self._mechanism_config(clients).mechanism(self.rounds, self.delta)
+        return self._mechanism_config(clients).build(self.rounds, self.delta)
 
     def _mechanism_config(self, clients: Mapping[str, int]) -> MechanismConfig:
-        groups = tuple(level.group(name, clients[name]) for name, level in self.levels.items() if clients.get(name))
+        groups = tuple(
+            GroupConfig(name=name, clients=clients[name], **msgspec.structs.asdict(level))
+            for name, level in self.levels.items()
+            if clients.get(name)
+        )
         return MechanismConfig(groups, self.clip, self.noise, "poisson")
 
     def delta_of(self, level: str) -> float:

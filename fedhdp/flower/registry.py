@@ -104,7 +104,7 @@ class Registry:
         if not nodes:
             return
         timeout = self.deployment.enroll_timeout_seconds
-        offer = replace(self._offer, charged_rounds=self.ledger.charged(f"{self._offer.run}/"))
+        offer = replace(self._offer, charged_rounds=self.ledger.charged_rounds(f"{self._offer.run}/"))
         messages = {node: offer_message(node, offer, timeout) for node in nodes}
         pushed = set(grid.push_messages(list(messages.values())))
         deadline = time.monotonic() + timeout

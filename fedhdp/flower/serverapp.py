@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from logging import INFO, WARNING
 from pathlib import Path
 
@@ -26,16 +26,14 @@ from fedhdp.errors import ModelError, RunError
 from fedhdp.flower.config import Deployment
 from fedhdp.flower.protocol import Arrays, array_shapes, send_and_gather, to_record, unflatten
 from fedhdp.flower.registry import Registry
-from fedhdp.flower.spending import DeploymentBilling, Segment
 from fedhdp.flower.strategy import FedHDP
-from fedhdp.privacy.accounting import within_budget
-from fedhdp.privacy.budget import BudgetExhausted
+from fedhdp.privacy.budget import BudgetExhausted, DeploymentBilling, Segment
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results import store
-from fedhdp.results.schema import Summary, VariantResult, attach_metrics
+from fedhdp.results.schema import Summary, VariantResult, account_groups, attach_metrics
 from fedhdp.results.store import RunDirectory, VariantDirectory
 from fedhdp.results.tables import format_table
-from fedhdp.server import averaged_model, start
+from fedhdp.server import averaged_model, initial_state
 
 Score = Callable[[Arrays], float]
 VARIANT = "fedhdp"
@@ -91,7 +89,7 @@ def run_deployment(grid: Grid, deployment: Deployment, initial_arrays: Arrays, s
     """
     _check_model(initial_arrays)
     out = Path(deployment.out)
-    with _open_run(out, deployment) as directory, Ledger(deployment.ledger, within_budget) as ledger:
+    with _open_run(out, deployment) as directory, Ledger(deployment.ledger) as ledger:
         if (out / store.SUMMARY).exists():
             log(WARNING, "%s holds a finished run", out)
             return store.read_value(out / store.SUMMARY, Summary)
@@ -110,10 +108,28 @@ def run_deployment(grid: Grid, deployment: Deployment, initial_arrays: Arrays, s
 
 
 def start_billing(
-    deployment: Deployment, ledger: Ledger, run: str, segments: list[Segment], dropped_groups: set[str]
+    deployment: Deployment, ledger: Ledger, run: str, segments: Iterable[Segment] = (), dropped: Iterable[str] = ()
 ) -> DeploymentBilling:
-    """The billing of a deployment's run, from its segments so far."""
-    return DeploymentBilling(deployment, ledger, run, segments, dropped_groups)
+    """The billing of a deployment's run.
+
+    Args:
+        deployment: The configuration.
+        ledger: The ledger to charge.
+        run: The run's id.
+        segments: The segments so far, from a checkpoint.
+        dropped: The groups dropped so far.
+    """
+    return DeploymentBilling(
+        ledger,
+        run,
+        segments,
+        dropped,
+        build_mechanism=deployment.mechanism,
+        delta_of=deployment.delta_of,
+        repeatable=deployment.repeatable,
+        on_exhausted=deployment.on_budget_exhausted,
+        budgets=deployment.budgets,
+    )
 
 
 def _check_model(arrays: Arrays) -> None:
@@ -158,9 +174,9 @@ def _run(
     save_checkpoint()
     stopped = _run_rounds(grid, strategy, variant, save_checkpoint)
     _evaluate(grid, strategy, variant)
-    seconds, groups = time.monotonic() - started, strategy.billing.priced()
-    repeatable = strategy.deployment.repeatable
-    result = VariantResult(VARIANT, "fedhdp", strategy.round, seconds, repeatable, groups, stopped=stopped)
+    deployment, billing, seconds = strategy.deployment, strategy.billing, time.monotonic() - started
+    groups = account_groups(billing.full_mechanism, billing.spent, deployment.delta_of)
+    result = VariantResult(VARIANT, "fedhdp", strategy.round, seconds, deployment.repeatable, groups, stopped=stopped)
     result = attach_metrics(result, variant.history())
     variant.finish(_named_parameters(strategy), result)
     return result
@@ -197,8 +213,8 @@ def _state_arrays(strategy: FedHDP) -> dict[str, np.ndarray]:
     """The strategy's state, for a checkpoint."""
     record = CheckpointRecord(
         members=strategy.registry.members,
-        segments=strategy.billing.stretches,
-        dropped_groups=strategy.billing.left_out,
+        segments=strategy.billing.segments,
+        dropped_groups=strategy.billing.dropped_groups,
         refused={level: dict(counts) for level, counts in strategy.refused.items()},
         unsolicited=strategy.unsolicited,
         shapes=array_shapes(strategy.initial_arrays),
@@ -220,7 +236,7 @@ def _restore(strategy: FedHDP, checkpoint: Mapping[str, np.ndarray]) -> None:
     if record.shapes != shapes:
         raise RunError(f"the checkpoint is of another model: {record.shapes}, not {shapes}", "initial_arrays", shapes)
     mechanism = record.segments[-1].mechanism
-    like = start(mechanism, strategy.deployment.server, jnp.asarray(checkpoint["server_0"]))
+    like = initial_state(mechanism, strategy.deployment.server, jnp.asarray(checkpoint["server_0"]))
     leaves, tree = jax.tree.flatten(like)
     strategy.state = jax.tree.unflatten(tree, [checkpoint[f"server_{i}"] for i in range(len(leaves))])
     strategy.round = int(checkpoint["round"])

@@ -41,9 +41,9 @@ from fedhdp.flower.protocol import (
     unflatten,
 )
 from fedhdp.flower.registry import Registry
-from fedhdp.flower.spending import DeploymentBilling
 from fedhdp.mechanism import SERVER, Mechanism, RoundParams
 from fedhdp.privacy.accounting import format_epsilon, pluralize
+from fedhdp.privacy.budget import DeploymentBilling
 from fedhdp.results.metrics import MetricRow, group_rows
 from fedhdp.rng import COHORT, NOISE, os_entropy, stream
 from fedhdp.server import ServerState, Sums
@@ -119,7 +119,7 @@ class FedHDP(Strategy):
         mechanism = self.billing.mechanism
         if self.state is None:
             theta_P = jnp.asarray(flatten(self.initial_arrays))
-            self.state = server.start(mechanism, self.deployment.server, theta_P)
+            self.state = server.initial_state(mechanism, self.deployment.server, theta_P)
         if len(self.state.refused_G) != len(mechanism.groups):
             self.state = self.state._replace(refused_G=jnp.zeros(len(mechanism.groups), jnp.int32))
 
@@ -133,8 +133,7 @@ class FedHDP(Strategy):
         """
         self.registry.wait_for_reachable_client(grid)
         self.admit(grid)
-        self.billing.pay()
-        cohort = self._sample_cohort(self.billing.mechanism)
+        cohort = self._sample_cohort(self.billing.charge_next())
         every = self.deployment.evaluate_every
         evaluate = bool(every and self.round and self.round % every == 0)
         return self._make_requests(MessageType.TRAIN, cohort, arrays, evaluate)
@@ -171,7 +170,9 @@ class FedHDP(Strategy):
         is_wanted = self.deployment.evaluate_every and server_round == self.deployment.rounds
         groups = self.billing.mechanism.groups
         clients = [
-            (client, group) for client, group in self._clients() if groups[group].name not in self.billing.left_out
+            (client, group)
+            for client, group in self._clients()
+            if groups[group].name not in self.billing.dropped_groups
         ]
         return self._make_requests(MessageType.EVALUATE, clients if is_wanted else [], arrays, evaluate=True)
 

@@ -26,14 +26,14 @@ from flower_helpers import (
     saved_model,
 )
 from flwr.app import Message
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
-from fedhdp.experiments.config import LifetimeBudget
 from fedhdp.flower import Deployment, Trainer, client_app, run_deployment
-from fedhdp.flower.config import Level
 from fedhdp.flower.protocol import parse_request
 from fedhdp.flower.serverapp import start_billing
-from fedhdp.privacy.accounting import compose, privacy_cost
+from fedhdp.privacy.accounting import PrivacyCost, compose, privacy_cost
+from fedhdp.privacy.calibration import PrivacyLevel
+from fedhdp.privacy.ledger import Budget
 
 ALWAYS_SAMPLED = {name: replace(level, sampling_rate=1.0) for name, level in LEVELS.items()}
 
@@ -52,7 +52,7 @@ def test_round_is_charged_before_it_is_sent(tmp_path):
 
 
 def test_round_without_clients_is_charged(tmp_path):
-    levels = {"strict": Level(0.0, noise_multiplier=1.0)}
+    levels = {"strict": PrivacyLevel(sampling_rate=0.0, noise_multiplier=1.0)}
     deployment, grid = make_deployment(tmp_path, levels=levels), InProcessGrid([plain_node(1)])
     run_plain(grid, deployment)
     assert charged_rounds(deployment) == 3
@@ -63,7 +63,7 @@ def with_budget_of_two_rounds(tmp_path, on_budget_exhausted: str) -> Deployment:
     """Five rounds, of which the budget of the group ``mid`` allows two."""
     mechanism = make_deployment(tmp_path, levels=ALWAYS_SAMPLED).mechanism({"open": 2, "mid": 3, "strict": 3})
     epsilon = compose([privacy_cost(mechanism, mechanism.groups[1], 2)], 1e-4) * 1.001
-    fields = {"levels": ALWAYS_SAMPLED, "rounds": 5, "budgets": {"mid": LifetimeBudget(epsilon, 1e-4)}}
+    fields = {"levels": ALWAYS_SAMPLED, "rounds": 5, "budgets": {"mid": Budget(epsilon, 1e-4)}}
     return make_deployment(tmp_path, on_budget_exhausted=on_budget_exhausted, **fields, **PRIVATE)
 
 
@@ -78,10 +78,11 @@ def test_run_stops_at_a_budget(tmp_path):
 def test_budgets_are_only_lowered(tmp_path):
     recorded = []
     for budget in [(5.0, 1e-4), (9.0, 1e-4), (5.0, 1e-3), (9.0, 1e-6), (3.0, 1e-3), (4.0, 1e-5)]:
-        deployment = make_deployment(tmp_path, budgets={"mid": LifetimeBudget(*budget)})
+        deployment = make_deployment(tmp_path, budgets={"mid": Budget(*budget)})
         with open_ledger(deployment.ledger, read_only=False) as ledger:
-            start_billing(deployment, ledger, "run", [], set())
-            recorded.append(tuple(ledger.budget("mid")))
+            ledger.register("a client", "mid")
+            start_billing(deployment, ledger, "run").admit({"a client": "mid"})
+            recorded.append(astuple(ledger.budget("mid")))
     assert recorded == [(5.0, 1e-4)] * 3 + [(5.0, 1e-6), (3.0, 1e-6), (3.0, 1e-6)]
 
 
@@ -98,7 +99,7 @@ def test_epsilon_is_at_the_delta_of_its_level(tmp_path):
 
 
 def test_group_with_an_exhausted_budget_is_dropped(tmp_path):
-    deployment = replace(with_budget_of_two_rounds(tmp_path, "leave_out"), evaluate_every=4)
+    deployment = replace(with_budget_of_two_rounds(tmp_path, "drop_group"), evaluate_every=4)
     grid = make_grid()
     (variant,) = run_plain(grid, deployment).variants
     evaluated = {message.content["request"]["level"] for message in grid.pushed_of("evaluate")}
@@ -113,9 +114,12 @@ def test_group_with_an_exhausted_budget_is_dropped(tmp_path):
 
 
 def test_noise_for_a_dropped_group_is_not_added(tmp_path):
-    levels = {"mid": Level(1.0, noise_multiplier=0.7), "strict": Level(1.0, noise_multiplier=5.0)}
-    two_rounds = LifetimeBudget(compose([(5.0, 1.0, "poisson", 2)], 1e-4) * 1.001, 1e-4)
-    fields = {"budgets": {"strict": two_rounds}, "on_budget_exhausted": "leave_out", "clip": 1.0, "rounds": 4}
+    levels = {
+        "mid": PrivacyLevel(sampling_rate=1.0, noise_multiplier=0.7),
+        "strict": PrivacyLevel(sampling_rate=1.0, noise_multiplier=5.0),
+    }
+    two_rounds = Budget(compose([PrivacyCost(5.0, 1.0, "poisson", 2)], 1e-4) * 1.001, 1e-4)
+    fields = {"budgets": {"strict": two_rounds}, "on_budget_exhausted": "drop_group", "clip": 1.0, "rounds": 4}
     deployment = make_deployment(tmp_path, levels=levels, **fields, **PRIVATE)
     app = client_app(lambda context: Trainer(lambda parameters, personal, pull, round: (parameters, None)))
     grid = InProcessGrid(Node(number, app, privacy=level) for number, level in enumerate(levels, 1))

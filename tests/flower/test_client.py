@@ -37,7 +37,6 @@ from msgspec.structs import replace
 from fedhdp.errors import FedHDPError
 from fedhdp.flower import Trainer, client_app
 from fedhdp.flower.client_state import ClientStateDir, Promise, check_request
-from fedhdp.flower.config import Level
 from fedhdp.flower.protocol import (
     DeclinedRound,
     LevelOffer,
@@ -46,6 +45,7 @@ from fedhdp.flower.protocol import (
     request_message,
     to_record,
 )
+from fedhdp.privacy.calibration import PrivacyLevel
 
 REQUEST = RoundRequest("token", "run", 0, 1, "strict", 1.0, 0.5, 0.05)
 OFFER = LevelOffer("run", 0, ["strict"], [1.0], [0.5], 1)
@@ -221,7 +221,10 @@ def test_first_promise_of_a_run_is_binding(tmp_path):
 
 
 def test_default_promise_is_that_of_the_strictest_level(tmp_path):
-    levels = {"rare": Level(0.01, noise_multiplier=0.9), "often": Level(1.0, noise_multiplier=1.0)}
+    levels = {
+        "rare": PrivacyLevel(sampling_rate=0.01, noise_multiplier=0.9),
+        "often": PrivacyLevel(sampling_rate=1.0, noise_multiplier=1.0),
+    }
     deployment = make_deployment(tmp_path, levels=levels, rounds=1, **PRIVATE)
     run_plain(InProcessGrid([plain_node(1, directory=str(tmp_path / "client"))]), deployment)
     (promise,) = ClientStateDir(tmp_path / "client").load_promises().values()
@@ -242,7 +245,10 @@ def test_level_that_had_noise_is_not_trained_without(tmp_path):
     grid = InProcessGrid([node])
     has_update = record_updates(grid, node)
     first = make_deployment(tmp_path, levels=TWO_LEVELS, rounds=1, **PRIVATE)
-    swapped = {"strict": Level(1.0, noise_multiplier=0.0), "open": Level(1.0, noise_multiplier=5.0)}
+    swapped = {
+        "strict": PrivacyLevel(sampling_rate=1.0, noise_multiplier=0.0),
+        "open": PrivacyLevel(sampling_rate=1.0, noise_multiplier=5.0),
+    }
     second = replace(first, levels=swapped, out=str(tmp_path / "second"))
     third = replace(second, ledger=str(tmp_path / "another ledger"), out=str(tmp_path / "third"))
     run_plain(grid, first)
@@ -302,6 +308,6 @@ def test_log_does_not_show_a_whole_client_id(tmp_path, caplog):
         run_plain(grid, make_deployment(tmp_path, levels=TWO_LEVELS, rounds=1))
     client_id = ClientStateDir(tmp_path / "client").client_id()
     with open_ledger(tmp_path / "ledger") as ledger:
-        assert list(ledger.registered()) == [client_id]
+        assert list(ledger.registrations()) == [client_id]
     assert caplog.records
     assert not any(client_id in record.getMessage() for record in caplog.records)

@@ -27,14 +27,14 @@ from flower_helpers import (
 from flwr.app import Message
 from msgspec.structs import replace
 
-from fedhdp.flower.config import Level
 from fedhdp.flower.protocol import LevelOffer, offer_message
-from fedhdp.privacy.accounting import compose
+from fedhdp.privacy.accounting import PrivacyCost, compose
+from fedhdp.privacy.calibration import PrivacyLevel
 
 
 def epsilon_of(rounds: int, sampling_rate: float = 1.0) -> float:
     """A budget that allows this many rounds at noise multiplier 1."""
-    return compose([(1.0, sampling_rate, "poisson", rounds)], 1e-5) * 1.001
+    return compose([PrivacyCost(1.0, sampling_rate, "poisson", rounds)], 1e-5) * 1.001
 
 
 def charged(directory: Path) -> int:
@@ -152,7 +152,7 @@ def test_repeatable_run_promises_no_noise(tmp_path, config, replies):
 
 @pytest.mark.parametrize("rate", [0.4, 1e-6])
 def test_every_round_is_charged_sampled_or_not(tmp_path, rate):
-    node, levels = strict_node(tmp_path), {"strict": Level(rate, noise_multiplier=1.0)}
+    node, levels = strict_node(tmp_path), {"strict": PrivacyLevel(sampling_rate=rate, noise_multiplier=1.0)}
     for name in ("first", "second"):
         deployment = make_deployment(tmp_path, levels=levels, rounds=8, clip=1.0, out=str(tmp_path / name))
         run_plain(InProcessGrid([node]), deployment)
@@ -176,7 +176,10 @@ def test_late_client_does_not_charge_earlier_rounds(tmp_path):
 
 
 def test_client_charges_its_promise_not_the_noise_for_other_levels(tmp_path):
-    levels = {"strict": Level(1.0, noise_multiplier=4.0), "relaxed": Level(0.5, noise_multiplier=0.7)}
+    levels = {
+        "strict": PrivacyLevel(sampling_rate=1.0, noise_multiplier=4.0),
+        "relaxed": PrivacyLevel(sampling_rate=0.5, noise_multiplier=0.7),
+    }
     node = plain_node(1, privacy="relaxed", directory=str(tmp_path / "client"))
     grid = InProcessGrid([node])
 

@@ -28,8 +28,8 @@ from flower_helpers import (
 import fedhdp.flower
 from fedhdp.errors import ConfigError, FedHDPError, InvalidValueError
 from fedhdp.flower import Deployment, initial_arrays, run_deployment, scorer
-from fedhdp.flower.config import Level
 from fedhdp.mechanism import SERVER
+from fedhdp.privacy.calibration import PrivacyLevel
 from fedhdp.results.schema import Summary
 from fedhdp.results.store import VariantDirectory, read_value
 
@@ -49,7 +49,7 @@ RUN_CONFIG = {
 
 def test_run_config_is_read_from_dotted_keys():
     deployment = Deployment.from_run_config(RUN_CONFIG)
-    assert deployment.levels["opted out"] == Level(0.5, epsilon=math.inf)
+    assert deployment.levels["opted out"] == PrivacyLevel(sampling_rate=0.5, epsilon=math.inf)
     assert deployment.training.epochs == 2
     assert deployment.strictest_level == "strict"
 
@@ -87,7 +87,7 @@ def test_app_without_a_configuration_is_refused(tmp_path, text):
 
 def test_unstable_pull_is_refused(tmp_path):
     with pytest.raises(InvalidValueError) as error:
-        make_deployment(tmp_path, levels={"strict": Level(1.0, noise_multiplier=1.0, pull=100.0)})
+        make_deployment(tmp_path, levels={"strict": PrivacyLevel(sampling_rate=1.0, noise_multiplier=1.0, pull=100.0)})
     assert "pull" in error.value.field
 
 

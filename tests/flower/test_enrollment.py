@@ -26,8 +26,8 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from msgspec.structs import replace
 
-from fedhdp.flower.config import Level
 from fedhdp.flower.registry import Registry
+from fedhdp.privacy.calibration import PrivacyLevel
 
 ALWAYS_SAMPLED = {name: replace(level, sampling_rate=1.0) for name, level in LEVELS.items()}
 
@@ -59,9 +59,9 @@ def test_node_without_an_answer_is_queried_again(tmp_path):
 
 def test_strictest_level_has_the_smallest_epsilon(tmp_path):
     levels = {
-        "b": Level(0.5, noise_multiplier=1.0),
-        "a": Level(0.05, noise_multiplier=1.0),
-        "c": Level(0.5, epsilon=math.inf),
+        "b": PrivacyLevel(sampling_rate=0.5, noise_multiplier=1.0),
+        "a": PrivacyLevel(sampling_rate=0.05, noise_multiplier=1.0),
+        "c": PrivacyLevel(sampling_rate=0.5, epsilon=math.inf),
     }
     assert make_deployment(tmp_path, levels=levels).levels_by_strictness == ("a", "b", "c")
 

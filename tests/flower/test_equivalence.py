@@ -32,16 +32,16 @@ from flower_helpers import (
 
 from fedhdp.flower import FedHDP, initial_arrays
 from fedhdp.flower.client_state import InMemoryState
-from fedhdp.flower.config import Level
 from fedhdp.flower.protocol import flatten, from_record, to_record
 from fedhdp.flower.registry import Registry
 from fedhdp.flower.serverapp import start_billing
+from fedhdp.privacy.calibration import PrivacyLevel
 from fedhdp.server import ServerOptimizer
 from fedhdp.simulation import simulate
 
 
 def test_deployment_equals_simulation(tmp_path):
-    optimizer = ServerOptimizer("momentum", average=0.5)
+    optimizer = ServerOptimizer(momentum=0.9, average=0.5)
     deployment = make_deployment(tmp_path, rounds=4, server=optimizer, evaluate_every=2, cohort_seed=7)
     mechanism = deployment.mechanism({"open": 2, "mid": 3, "strict": 3})
 
@@ -102,7 +102,7 @@ def test_strategy_runs_in_flowers_own_loop(tmp_path):
     with open_ledger(deployment.ledger, read_only=False) as ledger:
         registry = Registry(deployment, ledger, "run")
         registry.wait_for_clients(grid)
-        billing = start_billing(deployment, ledger, "run", [], set())
+        billing = start_billing(deployment, ledger, "run")
         strategy = FedHDP(deployment, registry, billing, "run", PLAIN_MODEL)
         strategy.admit(grid)
         result = strategy.start(grid, to_record(PLAIN_MODEL), num_rounds=3)
@@ -112,7 +112,7 @@ def test_strategy_runs_in_flowers_own_loop(tmp_path):
 
 
 def test_client_without_a_framework(tmp_path):
-    levels = {"open": Level(1.0, noise_multiplier=0.0)}
+    levels = {"open": PrivacyLevel(sampling_rate=1.0, noise_multiplier=0.0)}
     deployment = make_deployment(tmp_path, levels=levels, clip=100.0, rounds=2)
     grid = InProcessGrid([plain_node(1), plain_node(2)])
     run_plain(grid, deployment)

@@ -132,7 +132,7 @@ class Site:
 
     def registered_levels(self) -> list[str]:
         with open_ledger(self.ledger) as ledger:
-            return list(ledger.registered().values())
+            return list(ledger.registrations().values())
 
 
 def trained_rounds(directory: Path) -> list[int]:

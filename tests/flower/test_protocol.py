@@ -39,9 +39,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from helpers import raises_field
 
 from fedhdp.flower import Trainer, client_app
-from fedhdp.flower.config import Level
 from fedhdp.flower.protocol import LevelOffer, decline_message, flatten, parse_request, unflatten
 from fedhdp.mechanism import SERVER
+from fedhdp.privacy.calibration import PrivacyLevel
 
 
 def with_records(reply: Message, **records) -> Message:
@@ -204,7 +204,7 @@ def test_server_clips_every_update(tmp_path):
     def unclipped(context):
         return Trainer(lambda parameters, *_: ({name: array + 1e6 for name, array in parameters.items()}, None))
 
-    levels = {"open": Level(1.0, noise_multiplier=0.0)}
+    levels = {"open": PrivacyLevel(sampling_rate=1.0, noise_multiplier=0.0)}
     deployment = make_deployment(tmp_path, levels=levels, clip=0.1, rounds=1)
     run_plain(InProcessGrid([Node(1, client_app(unclipped))]), deployment)
     model = {name.removeprefix("global/"): array for name, array in saved_model(deployment).items()}

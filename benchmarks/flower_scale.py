@@ -24,7 +24,7 @@ from demo import Fleet  # noqa: E402
 from task import LEVELS, MODEL  # noqa: E402
 
 from fedhdp.client import LocalTraining  # noqa: E402
-from fedhdp.datasets.handwriting import handwriting  # noqa: E402
+from fedhdp.datasets import make_handwriting  # noqa: E402
 from fedhdp.flower.config import Deployment, Level  # noqa: E402
 from fedhdp.results.store import VariantDirectory  # noqa: E402
 from fedhdp.simulation import simulate  # noqa: E402
@@ -66,7 +66,7 @@ def own(clients: int, rounds: int) -> tuple[float, float]:
     }
     mechanism = Deployment("-", "-", rounds, levels, clip=2.0).mechanism(counts)
     begun, at = time.monotonic(), list[float]()
-    population = handwriting(clients, SAMPLES, SAMPLES // 3, 2000, "by_writer")
+    population = make_handwriting(clients, SAMPLES, SAMPLES // 3, 2000, "by_writer")
     simulate(
         population,
         MODEL,

@@ -116,7 +116,7 @@ def test_download(fedhdp_command, offer, tmp_path, monkeypatch, capsys, data):
     offer("mnist", write_small_mnist(tmp_path / "raw", monkeypatch))
     assert fedhdp_command("data", "download", "mnist") == 0
     assert capsys.readouterr().out == f"imported mnist into {data}\nmnist: 600 train images, 300 test images\n"
-    assert load_mnist(clients=60, samples=10, test_samples=5).clients == 60
+    assert load_mnist(clients=60, samples=10, test_samples=5).num_clients == 60
 
 
 def test_download_with_another_checksum(fedhdp_command, offer, tmp_path, monkeypatch, capsys):
@@ -127,7 +127,7 @@ def test_download_with_another_checksum(fedhdp_command, offer, tmp_path, monkeyp
     assert fedhdp_command("data", "download", "emnist-tff") == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert fedhdp_command("data", "download", "emnist-tff", "--sha256", sha256.upper()) == 0
-    assert load_femnist("tff").clients == 6
+    assert load_femnist("tff").num_clients == 6
     assert list(read_contents("emnist-tff").files.values()) == [sha256]
 
 

@@ -80,7 +80,7 @@ def test_status_of_a_damaged_dataset(femnist_folder):
     status = dataset_status("femnist-330")
     assert status.present
     assert status.damaged is None
-    assert load_femnist("330").clients == 2
+    assert load_femnist("330").num_clients == 2
 
 
 def test_contents_of_another_version_are_refused(femnist_folder):

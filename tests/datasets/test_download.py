@@ -145,7 +145,7 @@ def test_download_imports_and_deletes_the_files(server, tmp_path, monkeypatch, d
     server.breaks = [1000]
     files = tuple(replace(file, urls=(server.url + file.name,)) for file in DATASETS["mnist"].files)
     download.download(replace(DATASETS["mnist"], files=files), no_progress)
-    assert load_mnist(clients=60, samples=10, test_samples=5).clients == 60
+    assert load_mnist(clients=60, samples=10, test_samples=5).num_clients == 60
     assert not list(data.rglob("*.gz*"))
 
 

@@ -47,7 +47,7 @@ def test_tff_client_sizes_are_those_of_real_tff():
 def test_real_330_writers():
     directory = real_data("femnist-330")
     femnist = load_femnist("330", directory=directory)
-    assert femnist.clients == 330
+    assert femnist.num_clients == 330
     assert (len(femnist.train.y_N), len(femnist.test.y_N)) == (49_023, 5_610)
     assert sorted(femnist.train.count_K) == sorted(load_arrays("femnist-330", directory)["train_count"])
     assert np.array_equal(femnist.server_y_N, femnist.test.y_N)
@@ -57,7 +57,7 @@ def test_real_330_writers():
 def test_real_330_writers_can_be_drawn():
     directory = real_data("femnist-330")
     femnist = load_femnist("330", clients=20, seed=1, directory=directory)
-    assert femnist.clients == 20
+    assert femnist.num_clients == 20
     assert len(femnist.server_y_N) == femnist.test.count_K.sum()
     with raises_field("clients"):
         load_femnist("330", clients=331, directory=directory)

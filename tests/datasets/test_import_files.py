@@ -12,13 +12,12 @@ from helpers import raises_field
 from fedhdp.datasets import load_femnist
 from fedhdp.datasets.importers.files import import_files
 from fedhdp.errors import DataError
-from fedhdp.privacy.accounting import within_budget
 from fedhdp.privacy.ledger import Ledger
 
 
 def test_ledger_is_not_a_dataset(tmp_path):
     path = tmp_path / "population.ledger"
-    with Ledger(path, within_budget):
+    with Ledger(path):
         pass
     with raises_field("file", DataError) as error:
         import_files([path], no_progress)
@@ -48,7 +47,7 @@ def test_error_names_what_was_imported_before(tmp_path, monkeypatch):
     with raises_field("num_examples", DataError) as error:
         import_files([tmp_path], no_progress)
     assert "femnist-330" in str(error.value)
-    assert load_femnist("330").clients == 2
+    assert load_femnist("330").num_clients == 2
 
 
 def test_two_files_of_one_dataset_are_refused(tmp_path):

@@ -24,7 +24,7 @@ def test_train_and_test_shards(tmp_path):
     assert sorted(femnist.test.x_N.reshape(3, 784).argmax(1)) == [500, 500, 501]
     assert femnist.train.x_N.max(axis=(1, 2)).tolist() == [255] * 9
     digits = load_femnist("leaf", classes=10)
-    assert digits.clients == 2
+    assert digits.num_clients == 2
     assert sorted(digits.train.count_K) == [3, 4]
     assert set(digits.train.y_N.tolist()) == {3, 5}
 

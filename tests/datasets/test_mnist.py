@@ -80,7 +80,7 @@ def test_apportion_is_within_one_of_the_proportion():
 
 def test_real_mnist():
     mnist = load_mnist(directory=real_data("mnist"))
-    assert (mnist.clients, len(mnist.train.y_N), len(mnist.server_y_N)) == (2000, 60_000, 10_000)
+    assert (mnist.num_clients, len(mnist.train.y_N), len(mnist.server_y_N)) == (2000, 60_000, 10_000)
     digit_KM = mnist.train.y_N.reshape(2000, 30)
     assert (digit_KM == digit_KM[:, :1]).all()
     assert np.bincount(digit_KM[:, 0]).tolist() == [197, 225, 199, 204, 195, 181, 197, 209, 195, 198]
@@ -92,7 +92,7 @@ def test_real_mnist():
 def test_real_mnist_by_writer():
     directory = real_data("mnist", "mnist-writers")
     mnist = load_mnist("by_writer", directory=directory)
-    assert mnist.clients == 836
+    assert mnist.num_clients == 836
     total_K = mnist.train.count_K + mnist.test.count_K
     assert (total_K.sum(), total_K.min(), total_K.max()) == (70_000, 8, 131)
     assert np.array_equal(mnist.test.count_K, -(-total_K // 10))

@@ -47,7 +47,7 @@ def test_import_gives_every_client_its_images(tmp_path, monkeypatch, compress):
     assert import_files([tmp_path / "file"], no_progress).datasets == ["emnist-tff"]
     for classes, clients in ((62, 6), (10, 4)):
         femnist = load_femnist("tff", classes, seed=3)
-        assert femnist.clients == clients
+        assert femnist.num_clients == clients
         label_K = femnist.train.y_N[femnist.train.start_K]
         assert sorted(label_K) == list(range(clients))
         assert label_K.tolist() == femnist.test.y_N.tolist()
@@ -78,7 +78,7 @@ def test_damaged_file_is_refused_and_the_stored_dataset_stays(tmp_path, monkeypa
         import_files([bad], no_progress)
     assert error.value.value == bad
     assert sorted(path.name for path in data.iterdir()) == [".lock", "emnist-tff"]
-    assert load_femnist("tff").clients == 6
+    assert load_femnist("tff").num_clients == 6
 
 
 @pytest.mark.parametrize(

@@ -64,18 +64,7 @@ def data_directory() -> Path:
 
 
 def read_contents(name: str, directory: Path | None = None) -> Contents | None:
-    """What is stored of a dataset.
-
-    Args:
-        name: The dataset's name.
-        directory: The data directory; by default the user's.
-
-    Returns:
-        Its contents, or None if it is not stored.
-
-    Raises:
-        DataError: If it is damaged, or written by another version of this package.
-    """
+    """What is stored of a dataset; None if it is not stored. A damaged one, or one of another version, is refused."""
     path = (directory or data_directory()) / name / CONTENTS_FILE
     try:
         raw = path.read_bytes()
@@ -187,26 +176,14 @@ class ArrayWriter:
 
 @contextmanager
 def write_dataset(name: str, files: Mapping[str, str], directory: Path | None = None) -> Iterator[ArrayWriter]:
-    """Replace a stored dataset by the arrays that the body of the ``with`` statement writes.
-
-    Args:
-        name: The dataset's name.
-        files: The sha256 of each raw file, by its name.
-        directory: The data directory; by default the user's.
-
-    Returns:
-        A context manager that yields the writer. The stored dataset stays as it was if the body raises.
-
-    Raises:
-        DataError: If another process writes to the directory, or the dataset's folder is not one of fedhdp's.
-    """
+    """A context that replaces a stored dataset, made from raw files with these sha256; if it raises, the old one stays."""
     directory = directory or data_directory()
     directory.mkdir(parents=True, exist_ok=True)
     final, partial, replaced = directory / name, directory / f".{name}.part", directory / f".{name}.old"
     if final.exists() and not (final / CONTENTS_FILE).exists():
         raise DataError(f"{final} was not written by fedhdp: move it, or set {DIRECTORY_VARIABLE}", "directory", final)
     with lock_directory(directory):
-        _remove(partial, replaced)  # of an import that was killed
+        _clean_up(final, partial, replaced)  # after an import that was killed
         partial.mkdir()
         try:
             writer = ArrayWriter(partial)
@@ -220,11 +197,14 @@ def write_dataset(name: str, files: Mapping[str, str], directory: Path | None = 
                 os.rename(final, replaced)
             os.rename(partial, final)
         finally:
-            _remove(partial, replaced)
+            _clean_up(final, partial, replaced)
 
 
-def _remove(*folders: Path) -> None:
-    for folder in folders:
+def _clean_up(final: Path, partial: Path, replaced: Path) -> None:
+    """Remove what an import leaves behind; without a new dataset the old one is put back."""
+    if replaced.exists() and not final.exists():
+        os.rename(replaced, final)
+    for folder in (partial, replaced):
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -62,12 +62,7 @@ def make_point_estimation(
     """Examples of noisy observations of a client's true parameters.
 
     Args:
-        clients: The number of clients.
-        dimensions: The number of coordinates.
-        samples: Examples of each client.
-        alpha2: Variance of a client's local estimate, in each coordinate.
-        tau2: Variance of the clients' true parameters around the global ones, in each coordinate.
-        seed: Determines all of it.
+        clients, dimensions, samples, alpha2, tau2, seed: As for `make_linear_regression`, but with any number of samples.
 
     Returns:
         Inputs of a single 1, targets of as many numbers as dimensions.

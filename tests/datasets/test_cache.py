@@ -109,6 +109,14 @@ def test_killed_import_is_cleaned_up(data):
     assert np.array_equal(load_arrays("mnist")["x"], np.ones(3))
 
 
+def test_import_killed_between_its_renames_is_undone(femnist_folder, data):
+    femnist_folder.rename(data / ".femnist-330.old")
+    with raises_field("empty", DataError), write_dataset("femnist-330", {}) as writer:
+        writer.write(empty=np.ones(0))
+    assert load_femnist("330").num_clients == 2
+    assert sorted(path.name for path in data.iterdir()) == [".lock", "femnist-330"]
+
+
 def test_other_folders_are_not_replaced(data):
     (data / "mnist").mkdir(parents=True)
     (data / "mnist" / "notes").write_text("notes")

@@ -111,10 +111,8 @@ def _import(name: str, files: list[Path], skipped: list[str], progress: Progress
         path_of = {file: path for path in reversed(files) if (file := mnist_file_name(path))}
         missing = [file.name for file in DATASETS["mnist"].files if file.name not in path_of]
         if missing:
-            details = "".join(f"; {reason}" for reason in skipped)
-            raise DataError(
-                f"mnist lacks {', '.join(missing)}: import all of its files at once{details}", "file", missing
-            )
+            reasons = "; ".join([f"mnist lacks {', '.join(missing)}: import all of its files at once", *skipped])
+            raise DataError(reasons, "file", missing)
         import_mnist(path_of, {file: sha256_of[path] for file, path in path_of.items()}, directory)
         return
     if name == "femnist-leaf":

@@ -66,12 +66,8 @@ def import_leaf(sha256_of: dict[Path, str], progress: ProgressCallback, director
         shards.setdefault(part_of(path), []).append(path)
     if set(shards) not in ({"train", "test"}, {"all"}):
         numbers = ", ".join(f"{len(files)} {part}" for part, files in sorted(shards.items()))
-        raise DataError(
-            f"{paths[0].parent}: LEAF shards must be train and test, or all unsplit, got {numbers}; "
-            "import one of these folders",
-            "shards",
-            numbers,
-        )
+        rule = "LEAF shards must be train and test, or all unsplit"
+        raise DataError(f"{paths[0].parent}: {rule}, got {numbers}; import one of the folders", "shards", numbers)
     _check_numbering(shards)
     counts: dict[str, Counts] = {part: {} for part in shards}
     for done, path in enumerate(paths, start=1):

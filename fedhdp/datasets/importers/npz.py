@@ -87,9 +87,8 @@ def _check_femnist(path: Path, arrays: dict[str, np.ndarray]) -> None:
         raise _invalid(path, "client", "integers", client_N)
     present_K, clients = np.unique(client_N), len(arrays["client_ids"])
     if not np.array_equal(present_K, np.arange(clients)):
-        raise DataError(
-            f"{path}: client_ids has {clients} clients, images have {len(present_K)}", "client_ids", clients
-        )
+        numbers = f"client_ids has {clients} clients, images have {len(present_K)}"
+        raise DataError(f"{path}: {numbers}", "client_ids", clients)
     if is_test_N.all() or not is_test_N.any():
         part = "test" if is_test_N.all() else "train"
         raise DataError(f"{path}: is_test must be true for some images and false for some, all are {part}", "is_test")

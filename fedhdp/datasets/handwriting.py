@@ -51,7 +51,7 @@ MEAN_SLANT = 0.12
 PEN_WIDTH = 0.6  # pixels: the standard deviation across a line
 INK = 5.0  # the density of a line: more makes it darker and broader
 BLANK_INK, FULL_INK = 0.08, 0.95  # densities that become 0 and 255
-POOL_WRITERS = 500  # who write the samples where clients are not writers (MNIST's train images: 539)
+POOL_WRITERS = 500  # the writers of all samples where clients are not writers (MNIST's train images: 539)
 SKEWED_CLASS = 7
 MAX_IMAGES_IN_MEMORY = 5_000_000  # train images: 4 GB
 TESTED_CLIENTS = 2000  # about as many clients have test examples where train examples are streamed
@@ -102,7 +102,7 @@ def make_handwriting(
         test_sizes: In the split ``by_writer``: the test examples of each client, instead of ``test_samples``.
 
     Returns:
-        Images of 28 x 28 bytes. The server's are by writers who are no clients.
+        Images of 28 x 28 bytes. The server's are by writers who are not clients.
 
     Raises:
         InvalidValueError: If an argument is out of range.
@@ -185,7 +185,7 @@ def client_examples(
 
 
 def server_examples(count: int, classes: Literal[10, 62] = 10, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Generate the server's images and labels: every class equally often, by writers who are no clients."""
+    """Generate the server's images and labels: every class equally often, by writers who are not clients."""
     index_N = np.arange(count, dtype=np.int32)
     label_N, writer_N = index_N % classes, index_N // classes
     keys = _key(seed, _SERVER), _key(seed, _SERVER_STYLES)

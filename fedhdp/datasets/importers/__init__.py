@@ -1,4 +1,4 @@
-"""Importers: raw files of foreign formats, downloaded or given, become datasets in the data directory."""
+"""Importers: raw files of foreign formats, downloaded or local, become datasets in the data directory."""
 
 from __future__ import annotations
 

@@ -33,13 +33,11 @@ def mnist_file_name(path: Path) -> str | None:
         return None
     raw = _read(path)
     sha256 = hashlib.sha256(raw).hexdigest()
-    for known in DATASETS["mnist"].files:
-        if sha256 == known.content_sha256:
-            return known.name
+    for file in DATASETS["mnist"].files:
+        if sha256 == file.content_sha256:
+            return file.name
     shape = "x".join(map(str, _parse_idx(raw, path).shape))
-    raise DataError(
-        f"{path} is an idx file of {shape} bytes, not one of MNIST: its sha256 is {sha256}", "sha256", sha256
-    )
+    raise DataError(f"{path} ({shape} bytes) is not a file of MNIST: its sha256 is {sha256}", "sha256", sha256)
 
 
 def import_mnist(files: dict[str, Path], sha256_of: dict[str, str], directory: Path | None = None) -> None:

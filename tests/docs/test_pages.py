@@ -24,8 +24,8 @@ from fedhdp.client import LocalTraining
 from fedhdp.experiments.components import Data, ModelChoice
 from fedhdp.experiments.config import Experiment, Variant
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
-from fedhdp.privacy.budget import Budget
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
+from fedhdp.privacy.ledger import Budget
 from fedhdp.results import store
 from fedhdp.server import ServerOptimizer
 
@@ -84,7 +84,12 @@ def sessions_of(text: str) -> Iterator[tuple[str, list[str]]]:
     """Every command of a console block with the lines that are written below it."""
     for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
         command, _, output = part.partition("\n")
-        yield command, [line for line in output.splitlines() if line not in ("", "…")]
+        yield command, [line for line in lines_of(output) if line not in ("", "…")]
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines without what only aligns them."""
+    return [" ".join(line.split()) for line in text.splitlines() if set(line) - set("─ ")]
 
 
 @pytest.mark.slow
@@ -100,7 +105,7 @@ def test_page_runs(page, run_command, monkeypatch, tmp_path):
             exec(compile(block.text, f"{page.name}, block {number}", "exec"), program)
         elif block.language == "console":
             for command, expected in sessions_of(block.text):
-                lines = [line.rstrip() for line in run_command(command).splitlines()]
+                lines = lines_of(run_command(command))
                 assert [line for line in expected if line not in lines] == [], command
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 import pytest
@@ -25,7 +25,7 @@ from fedhdp.experiments.components import Data, ModelChoice
 from fedhdp.experiments.config import Experiment, Variant
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
-from fedhdp.privacy.ledger import Budget
+from fedhdp.privacy.ledger import Budget, Ledger
 from fedhdp.results import store
 from fedhdp.server import ServerOptimizer
 
@@ -94,10 +94,10 @@ def lines_of(text: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
-def test_page_runs(page, run_command, monkeypatch, tmp_path):
+def test_page_runs(page, run_command, capfdbinary, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    program: dict[str, object] = {"__name__": page.stem}
+    program: dict[str, Any] = {"__name__": page.stem}
     for number, block in enumerate(blocks_of(page.read_text(encoding="utf-8")), 1):
         if block.title:
             (tmp_path / block.title).write_text(block.text, encoding="utf-8")
@@ -107,6 +107,29 @@ def test_page_runs(page, run_command, monkeypatch, tmp_path):
             for command, expected in sessions_of(block.text):
                 lines = lines_of(run_command(command))
                 assert [line for line in expected if line not in lines] == [], command
+    sys.stdout.flush()
+    check = CHECKS.get(page.name)
+    if check is not None:
+        check(program, capfdbinary.readouterr().out.decode())
+
+
+def check_tutorial(program: dict[str, Any], out: str) -> None:
+    with Ledger("clinics.ledger", read_only=True) as ledger:
+        assert sum(cost.rounds for cost in ledger.costs("strict")) == program["simulation"].round == 5
+
+
+def check_compare(program: dict[str, Any], out: str) -> None:
+    assert len(re.findall(r"\d ±\d", out)) >= 3 * 7  # three algorithms; the server and two models of three groups
+    assert [value for _, value in program["curve"] if not 0 <= value <= 1] == []
+    assert len(program["runs"]) == 6
+
+
+def check_own_data(program: dict[str, Any], out: str) -> None:
+    assert program["resumed"].round == 5
+    assert program["run"].scores["personal"].shape == (60,)
+
+
+CHECKS = {"tutorial.md": check_tutorial, "compare.md": check_compare, "own-data.md": check_own_data}
 
 
 def test_pages_with_programs_are_found():

@@ -1,4 +1,4 @@
-"""A sheet of the embedded handwriting as a picture: `python examples/sheet.py docs/handwriting.png`."""
+"""A sheet of the embedded handwriting as a picture: `python examples/sheet.py docs/figures/handwriting.png`."""
 
 import sys
 

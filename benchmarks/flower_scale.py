@@ -22,8 +22,15 @@ sys.path.insert(0, str(ROOT / "examples" / "flower_app"))
 from demo import Fleet  # noqa: E402
 from task import MODEL, SIMULATED_LEVELS  # noqa: E402
 
-from fedhdp.datasets.handwriting import handwriting  # noqa: E402
+<<<<<<< HEAD
+from fedhdp.datasets import make_handwriting  # noqa: E402
 from fedhdp.flower import Deployment  # noqa: E402
+=======
+from fedhdp.client import LocalTraining  # noqa: E402
+from fedhdp.datasets import make_handwriting  # noqa: E402
+from fedhdp.flower.config import Deployment  # noqa: E402
+from fedhdp.privacy.calibration import PrivacyLevel  # noqa: E402
+>>>>>>> datasets
 from fedhdp.results.store import VariantDirectory  # noqa: E402
 from fedhdp.simulation import Simulation, simulate  # noqa: E402
 
@@ -68,7 +75,8 @@ def time_simulator(clients: int, rounds: int) -> tuple[float, float]:
         simulation.wait()
         completed_at.append(time.monotonic())
 
-    data = handwriting(clients, SAMPLES, SAMPLES // 3, 2000, "by_writer")
+<<<<<<< HEAD
+    data = make_handwriting(clients, SAMPLES, SAMPLES // 3, 2000, "by_writer")
     mechanism, training = deployment.mechanism(levels), deployment.training
     simulate(data, MODEL, mechanism, training, rounds=rounds, on_round=record_time)
     return completed_at[0] - started, (completed_at[-1] - completed_at[0]) / (rounds - 1)
@@ -77,6 +85,11 @@ def time_simulator(clients: int, rounds: int) -> tuple[float, float]:
 def sampling_rates() -> dict[str, object]:
     """The changes of the app's configuration that both sides share."""
     return {f"levels.{name}.sampling-rate": RATE for name in dict.fromkeys(SIMULATED_LEVELS)}
+=======
+    data = make_handwriting(clients, SAMPLES, SAMPLES // 3, 2000, "by_writer")
+    simulate(data, MODEL, mechanism, TRAINING, rounds=rounds, on_round=record)
+    return ends[0] - start, (ends[-1] - ends[0]) / (rounds - 1)
+>>>>>>> datasets
 
 
 def main() -> None:

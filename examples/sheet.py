@@ -1,4 +1,4 @@
-"""Generated handwriting as an image: `python examples/sheet.py docs/handwriting.png`."""
+"""Generated handwriting as an image: `python examples/sheet.py docs/figures/handwriting.png`."""
 
 import sys
 

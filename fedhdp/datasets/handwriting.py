@@ -165,7 +165,10 @@ def client_examples(
         clients_C: The numbers of the clients.
         count_C: The number of examples of each.
         part: Train or test examples.
-        split, classes, skewed_clients, seed: As for `make_handwriting`.
+        split: As for `make_handwriting`.
+        classes: As for `make_handwriting`.
+        skewed_clients: As for `make_handwriting`.
+        seed: As for `make_handwriting`.
 
     Returns:
         Images and labels, client after client.

@@ -61,8 +61,7 @@ def make_point_estimation(
 ) -> FederatedData:
     """Examples of noisy observations of a client's true parameters.
 
-    Args:
-        clients, dimensions, samples, alpha2, tau2, seed: As for `make_linear_regression`, but with any number of samples.
+    The arguments are those of `make_linear_regression`, with any number of samples.
 
     Returns:
         Inputs of a single 1, targets of as many numbers as dimensions.

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 import fedhdp
 from fedhdp import AdaptiveClip, FederatedData, LocalTraining, Mechanism, Model, PrivacyGroup, Simulation, mlp
 from fedhdp.algorithms import dp_fedavg, non_private
-from fedhdp.datasets.mnist import mnist
+from fedhdp.datasets import load_mnist
 from fedhdp.errors import ConfigError, RunError
 from fedhdp.experiments.presets import PAPER_TRAINING
 from fedhdp.mechanism import SERVER, Sampling
@@ -148,7 +148,7 @@ def with_counts(mechanism: Mechanism, count_G: np.ndarray) -> Mechanism:
 def accuracies(choice: Choice, seed: int, skewed: bool, rounds: int) -> np.ndarray:
     """The server's accuracy in percent, evaluation by evaluation and column by column."""
     opted_out = 100 if skewed else 0
-    data = mnist("skewed" if skewed else "one_digit", 2000, opted_out, choice.samples, 2, seed)
+    data = load_mnist("skewed" if skewed else "one_digit", 2000, opted_out, choice.samples, 2, seed)
     data = choice.preprocess(data)
     mechanisms = mechanisms_of(choice)
     simulation = Simulation(data, choice.model(), mechanisms, choice.training, seed=seed)

@@ -16,8 +16,7 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from fedhdp import AdaptiveClip, LocalTraining, ServerOptimizer
-from fedhdp.datasets import stored
-from fedhdp.datasets.femnist import Origin, femnist
+from fedhdp.datasets import FemnistOrigin, is_available, load_arrays, load_femnist
 from fedhdp.errors import require
 from fedhdp.experiments.components import Cnn, Data, Femnist, Handwriting, Mlp, Mnist, ModelChoice
 from fedhdp.experiments.config import Experiment, Variant
@@ -107,9 +106,9 @@ class Part(NamedTuple):
         return f"seed-{self.seed}/{self.name}"
 
 
-def _stored_femnist(origin: Origin, classes: Literal[10, 62], limit: int) -> Femnist:
+def _stored_femnist(origin: FemnistOrigin, classes: Literal[10, 62], limit: int) -> Femnist:
     """The first clients of a stored FEMNIST, at most ``limit``."""
-    return Femnist(min(limit, femnist(origin, classes).num_clients), origin, classes)
+    return Femnist(min(limit, load_femnist(origin, classes).num_clients), origin, classes)
 
 
 def _one_digit_sources(split: Literal["one_digit", "skewed"]) -> dict[str, DataSource]:
@@ -211,9 +210,9 @@ def choose_data(sources: dict[str, DataSource], name: str) -> Data:
     """
     require(name == "auto" or name in sources, "--data", name, f"one of {', '.join(['auto', *sources])} for this table")
     if name == "auto":
-        name = next(key for key, source in sources.items() if all(map(stored.contents, source.required)))
+        name = next(key for key, source in sources.items() if all(map(is_available, source.required)))
     for file in sources[name].required:
-        stored.read(file)  # missing data is an error before anything is run
+        load_arrays(file)  # missing data is an error before anything is run
     return sources[name].build()
 
 

@@ -9,7 +9,7 @@ The target is the mean of all clients' clipped updates, of length at most 1. The
     weighting bias   sqrt(sum_j N_j r_j^2 / (sum_j N_j r_j)^2 - 1 / N)    from unequal weights
 
 The weights minimize the three together: they are the theory's, with sigma_c^2 = q + q^2 T and noise d z_j^2.
-Derivation and limits: docs/privacy.md. Axis letters: G groups.
+Derivation and limits: docs/how-to/plan.md. Axis letters: G groups.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def with_optimal_weights(mechanism: Mechanism, rounds: int, parameters: int) -> 
 
 def _problem(mechanism: Mechanism, rounds: int, parameters: int) -> linear_regression.Problem:
     """All rounds as the theory's problem, in squared clips over T: a client has variance q + q^2 T, the noise d z^2."""
-    rate = mechanism.expected_cohort / mechanism.clients
+    rate = mechanism.expected_cohort_size() / mechanism.clients
     groups = []
     for group in mechanism.groups:
         noise = parameters * mechanism.update_noise_multiplier(group) ** 2

@@ -71,9 +71,9 @@ def test_hyper_parameters_are_the_papers(name, noise, epochs, rate, clip):
 def data_directory(monkeypatch):
     """A data directory with some data; tests may add names and change numbers of clients."""
     names, clients = {"mnist", "mnist-writers", "femnist-330"}, {"330": 330, "leaf": 3500}
-    monkeypatch.setattr(tables.stored, "contents", lambda name: name in names or None)
-    monkeypatch.setattr(tables.stored, "read", lambda name: {})
-    monkeypatch.setattr(tables, "femnist", lambda origin, classes: SimpleNamespace(num_clients=clients[origin]))
+    monkeypatch.setattr(tables, "is_available", lambda name: name in names)
+    monkeypatch.setattr(tables, "load_arrays", lambda name: {})
+    monkeypatch.setattr(tables, "load_femnist", lambda origin, classes: SimpleNamespace(num_clients=clients[origin]))
     return SimpleNamespace(names=names, clients=clients)
 
 

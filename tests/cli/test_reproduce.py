@@ -315,3 +315,16 @@ def test_difference_of_rows(reproduce, tmp_path):
 def test_unknown_cause_is_refused(reproduce, tmp_path):
     assert_refused(reproduce("causes", "--rows", "base,luck", "--out", tmp_path / "out"), "'luck'", "base")
     assert not (tmp_path / "out").exists()
+
+
+def test_docs_are_written(reproduce, tmp_path):
+    committed, results = Path(__file__).parents[2] / "docs" / "results", tmp_path / "results"
+    for name in ("intro.md", "levels/summary.json", "levels/findings.md"):
+        (results / name).parent.mkdir(parents=True, exist_ok=True)
+        (results / name).write_bytes((committed / name).read_bytes())
+    code, out, _ = reproduce("--docs", results)
+    assert code == 0
+    names = ("results.md", "results/levels/table.md", "results/levels/table.png")
+    assert out.split() == [str(tmp_path / name) for name in names]
+    assert "## Three and five privacy levels" in (tmp_path / "results.md").read_text()
+    assert_refused(reproduce("--docs", results, "--seeds", 3), "--docs", "--seeds")

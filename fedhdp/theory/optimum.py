@@ -94,7 +94,7 @@ def with_noise(problem: Problem, noise_G: ArrayLike) -> Problem:
     return Problem(groups, problem.alpha2, problem.tau2)
 
 
-def mechanism(
+def make_mechanism(
     problem: Problem,
     weights: ArrayLike,
     pulls: ArrayLike,

@@ -16,7 +16,7 @@ from fedhdp.simulation import Simulation
 from fedhdp.theory import linear_regression as lr
 from fedhdp.theory import shared_noise
 from fedhdp.theory.linear_regression import Problem, TheoryGroup
-from fedhdp.theory.optimum import mechanism, with_noise
+from fedhdp.theory.optimum import make_mechanism, with_noise
 
 CLIP = 1000.0  # some thirty times the largest update
 DIMENSIONS, SAMPLES = 20, 24
@@ -47,12 +47,12 @@ CASES = [("linear regression", groups) for groups in SIZES] + [("point estimatio
 
 
 def problem_with(groups: int) -> Problem:
-    """Levels of unequal sizes."""
+    """Groups of unequal sizes."""
     return Problem(tuple(TheoryGroup(f"level {i}", *group) for i, group in enumerate(SIZES[groups])), 1.0, 0.25)
 
 
 def draw(dataset: str, problem: Problem, seed: int) -> FederatedData:
-    """Everybody's data."""
+    """The data of all clients."""
     clients = int(problem.clients_G.sum())
     return DATASETS[dataset][0](clients, DIMENSIONS, SAMPLES, problem.alpha2, problem.tau2, seed)
 
@@ -64,14 +64,14 @@ def training_at(personal_rate: float, epochs: int = 1) -> LocalTraining:
 
 SLOW_PERSONAL = training_at(
     1 / (1 + 4), epochs=40
-)  # one rate for all levels: that of the largest pull, and time to arrive
+)  # the rate of the largest pull, and epochs to converge at the others
 
 
-def played(
-    dataset: str, population: FederatedData, promise: Mechanism, training: LocalTraining
+def run_two_rounds(
+    dataset: str, data: FederatedData, mechanism: Mechanism, training: LocalTraining
 ) -> tuple[Simulation, np.ndarray]:
     """The state after two rounds, and the global model between them, which the second round's clients receive."""
-    simulation = Simulation(population, DATASETS[dataset][1], promise, training, noise_seed=0)
+    simulation = Simulation(data, DATASETS[dataset][1], mechanism, training, noise_seed=0)
     simulation.run(1)
     received_D = simulation.global_model()
     simulation.run(2)
@@ -83,9 +83,9 @@ def personal_models(simulation: Simulation) -> np.ndarray:
     return simulation.personal_models(np.flatnonzero(simulation.participated_K))
 
 
-def least_squares(population: FederatedData) -> np.ndarray:
-    """Each client's own estimate, in double precision and without the engine."""
-    train = population.train
+def least_squares(data: FederatedData) -> np.ndarray:
+    """Each client's local estimate, in double precision and without the engine."""
+    train = data.train
     rows = [slice(start, start + count) for start, count in zip(train.start_K, train.count_K, strict=True)]
     return np.stack([np.linalg.lstsq(train.x_N[r].astype(float), train.y_N[r], rcond=None)[0].ravel() for r in rows])
 
@@ -94,13 +94,13 @@ def least_squares(population: FederatedData) -> np.ndarray:
 def test_estimates_without_noise(dataset, groups):
     problem = problem_with(groups)
     weight_G, pull_G = lr.optimal_weights(problem), lr.own_noise_pulls(problem)
-    population = draw(dataset, problem, seed=groups)
-    local_KD = least_squares(population)
+    data = draw(dataset, problem, seed=groups)
+    local_KD = least_squares(data)
     group_K = np.repeat(np.arange(groups), problem.clients_G.astype(int))
     global_D = lr.global_estimate(local_KD, group_K, weight_G)
-    silent = mechanism(with_noise(problem, np.zeros(groups)), weight_G, pull_G, CLIP)
-    for group, pull in enumerate(pull_G):  # one rate for all clients of a run, so one run for each level's own
-        simulation, received_D = played(dataset, population, silent, training_at(1 / (1 + pull)))
+    noiseless = make_mechanism(with_noise(problem, np.zeros(groups)), weight_G, pull_G, CLIP)
+    for group, pull in enumerate(pull_G):  # all clients of a run have one rate: a run for each group's rate
+        simulation, received_D = run_two_rounds(dataset, data, noiseless, training_at(1 / (1 + pull)))
         np.testing.assert_allclose(received_D, global_D, atol=1e-5)
         personal_KD = lr.personal_estimate(local_KD, global_D, pull)
         np.testing.assert_allclose(
@@ -111,11 +111,11 @@ def test_estimates_without_noise(dataset, groups):
 def test_personal_models_at_one_rate():
     problem = problem_with(3)
     weight_G, pull_G = lr.optimal_weights(problem), lr.own_noise_pulls(problem)
-    population = draw("linear regression", problem, seed=0)
+    data = draw("linear regression", problem, seed=0)
     group_K = np.repeat(np.arange(3), problem.clients_G.astype(int))
-    promise = mechanism(problem, weight_G, pull_G, CLIP)
-    simulation, received_D = played("linear regression", population, promise, SLOW_PERSONAL)
-    local_KD = least_squares(population)
+    mechanism = make_mechanism(problem, weight_G, pull_G, CLIP)
+    simulation, received_D = run_two_rounds("linear regression", data, mechanism, SLOW_PERSONAL)
+    local_KD = least_squares(data)
     expected = [
         lr.personal_estimate(local_D, received_D, pull) for local_D, pull in zip(local_KD, pull_G[group_K], strict=True)
     ]
@@ -127,11 +127,11 @@ def test_personal_models_at_one_rate():
 def test_server_noise_is_the_papers_client_noise(groups, noise):
     problem = problem_with(groups)
     weight_G = np.linspace(1, 0.3, groups)
-    params = mechanism(problem, weight_G, 1.0, CLIP, noise).round_params
-    on_the_mean = (float(params.update_noise_stddev) * CLIP / float(params.expected_weight)) ** 2
-    owed = shared_noise.server_variance if noise == "shared" else lr.server_variance
+    params = make_mechanism(problem, weight_G, 1.0, CLIP, noise).round_params
+    noise_of_mean = (float(params.update_noise_stddev) * CLIP / float(params.expected_weight)) ** 2
+    variance = shared_noise.server_variance if noise == "shared" else lr.server_variance
     without = lr.server_variance(with_noise(problem, np.zeros(groups)), weight_G)
-    assert on_the_mean == pytest.approx(owed(problem, weight_G) - without, rel=1e-3)
+    assert noise_of_mean == pytest.approx(variance(problem, weight_G) - without, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -142,18 +142,18 @@ def test_errors_with_noise(dataset, groups, noise):
     theory = shared_noise if noise == "shared" else lr
     weight_G = theory.optimal_weights(problem)
     pull_G = shared_noise.optimal_pulls(problem, weight_G) if noise == "shared" else lr.own_noise_pulls(problem)
-    promise = mechanism(problem, weight_G, pull_G, CLIP, noise)
+    mechanism = make_mechanism(problem, weight_G, pull_G, CLIP, noise)
     assert pull_G.max() <= 4
     server_T, client_TG = [], []
     for seed in range(150):
-        population = draw(dataset, problem, seed)
-        simulation = Simulation(population, DATASETS[dataset][1], promise, SLOW_PERSONAL, noise_seed=seed)
+        data = draw(dataset, problem, seed)
+        simulation = Simulation(data, DATASETS[dataset][1], mechanism, SLOW_PERSONAL, noise_seed=seed)
         simulation.run(1)
-        server_T.append(np.mean((simulation.global_model() - population.server_y_N.ravel()) ** 2))
+        server_T.append(np.mean((simulation.global_model() - data.server_y_N.ravel()) ** 2))
         simulation.run(2)
         (rows,) = simulation.evaluate()
         client_TG.append([row.value for row in rows if (row.model, row.metric) == ("personal", "accuracy")])
-    # with the noise on the server nobody can take their own out: the error is the one with own noise inside
+    # no client can subtract noise that the server adds: the error is the one with own noise
     predicted = [theory.server_variance(problem, weight_G), *theory.client_mse(problem, weight_G, pull_G)]
     for error_T, closed_form in zip([server_T, *np.transpose(client_TG)], predicted, strict=True):
         mean, standard_error = estimate(np.array(error_T))

@@ -62,9 +62,8 @@ def training_at(personal_rate: float, epochs: int = 1) -> LocalTraining:
     return LocalTraining(epochs, SAMPLES, learning_rate=1.0, personal_learning_rate=personal_rate)
 
 
-SLOW_PERSONAL = training_at(
-    1 / (1 + 4), epochs=40
-)  # the rate of the largest pull, and epochs to converge at the others
+# The rate of the largest pull, and enough epochs to converge at the others.
+SLOW_PERSONAL = training_at(1 / (1 + 4), epochs=40)
 
 
 def run_two_rounds(

@@ -20,13 +20,13 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 CODE = """
 import jax, jax.numpy as jnp, numpy as np
 from fedhdp.models import Model
-from fedhdp.data import Population, examples
+from fedhdp.data import FederatedData, examples
 
 def population(seed):
     rng = np.random.default_rng(seed)
     x, y = rng.normal(size=(120, 3)).astype(np.float32), rng.integers(0, 2, 120)
     clients = examples(x, y, np.full(20, 6))
-    return Population("coins", clients, clients, x, y, classes=2)
+    return FederatedData("coins", clients, clients, x, y, classes=2)
 
 def model():
     return Model(lambda key: jnp.zeros((3, 2)), lambda w, x, key: x @ w)
@@ -112,8 +112,8 @@ def test_a_ledger_knows_the_population_by_its_file_and_not_by_where_it_lies(own,
         ("rng.integers", "rng.whole_numbers", r"coins.py, line 8: AttributeError: .*whole_numbers"),
         ("import jax, ", "import jax, nowhere, ", r"coins.py, line 2: ModuleNotFoundError: .*nowhere"),
         ("x @ w)", "x @ w", r"coins.py, line 13: '\(' was never closed"),
-        ("return Population(", "return tuple([", r"coins.py, line 10: closing parenthesis"),
-        ("return Population", "return print", r"coins.py, line 10: TypeError: .*'classes'"),
+        ("return FederatedData(", "return tuple([", r"coins.py, line 10: closing parenthesis"),
+        ("return FederatedData", "return print", r"coins.py, line 10: TypeError: .*'classes'"),
         ("return Model(", "return (", r"what model\(\) of .*coins.py returns must be a Model, got 'tuple'"),
         ("np.full(20, 6)", "np.full(40, 3)", r"data.clients must be 40, as .*coins.py has, got 20"),
         ("x @ w", "x @ w.T", r"the model cannot predict with float32\[2, 3\]: TypeError: dot_general"),

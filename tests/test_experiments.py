@@ -14,7 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -92,14 +91,14 @@ def test_every_built_in_experiment_runs_and_tells_each_groups_epsilon(name, tmp_
         for group in variant.groups:
             assert 0 <= group.global_accuracy <= 1
             assert 0 <= group.personal_accuracy <= 1
-            if group.opted_out:
-                assert group.epsilon is None
+            if group.unprotected:
+                assert group.epsilon == math.inf
             elif variant.algorithm == "local_only":  # nothing is sent
                 assert (group.epsilon, group.epsilon_pld) == (0.0, 0.0)
             else:
                 assert 0 < group.epsilon_pld <= group.epsilon * 1.001
                 assert "add or remove one client" in group.epsilon_basis
-    header, rows = tables.table(summary.variants)
+    header, rows = tables.table_cells(summary.variants)
     assert {len(row) for row in rows} == {len(header)}
     lines = tables.format_table(summary.variants).split("\n")
     assert lines[len(rows) + 2 :] == tables.footnotes(summary.variants)
@@ -240,7 +239,7 @@ def test_ctrl_c_twice_stops_at_once_without_a_crash(tmp_path):
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"to go on: fedhdp run --resume {tmp_path / 'run'}" in said
+    assert f"to resume: fedhdp run --resume {tmp_path / 'run'}" in said
     assert "Traceback" not in said
 
 
@@ -394,7 +393,7 @@ def test_a_resume_that_is_refused_can_be_made_good(tmp_path):
 def test_variants_that_memory_parts_are_still_drawn_the_same_cohorts_and_with_a_ledger_each_its_own(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("fedhdp.experiments.runner.personal_room", lambda: 0)
+    monkeypatch.setattr("fedhdp.experiments.runner.personal_bytes_limit", lambda: 0)
     drawn, draw = [], Simulation.draw_cohort
 
     def watched(simulation: Simulation, round: int) -> np.ndarray:
@@ -510,9 +509,11 @@ def test_names_are_shown_as_they_are_also_in_a_narrow_terminal(whole, capsys, mo
     names = ["[/x] odd", "r=0.5, [bold]other"]
     summary = replace(summary, variants=[replace(v, name=n) for v, n in zip(summary.variants, names)])
     for width in (200, 60):
-        monkeypatch.setattr("fedhdp.cli.run.Console", lambda width=width, **others: Console(width=width, **others))
-        monkeypatch.setattr("fedhdp.cli.run.sys.stdout.isatty", lambda: True, raising=False)
-        _print_table(summary)
+        monkeypatch.setattr(
+            "fedhdp.cli._output.Console", lambda width=width, **others: Console(**(others | {"width": width}))
+        )
+        monkeypatch.setattr("fedhdp.cli._output.sys.stdout.isatty", lambda: True, raising=False)
+        _print_table([summary])
         said = capsys.readouterr().out
         assert all(name in said for name in names)
         accuracy = f"{100 * summary.variants[0].server_accuracy:.2f}"
@@ -598,7 +599,7 @@ def test_an_output_folder_that_holds_another_run_is_left_alone(whole):
     said = command("run", TINY, "--out", whole)
     assert said.returncode == 2
     assert re.fullmatch(
-        r"fedhdp: --out .* is not an empty folder; to go on with it: fedhdp run --resume .*\n", said.stderr
+        r"fedhdp: --out .* is not an empty directory; to resume the run in it: fedhdp run --resume .*\n", said.stderr
     )
     assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
 
@@ -633,7 +634,7 @@ def test_a_damaged_run_folder_is_refused_in_one_line_and_nothing_is_lost(name, t
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(DamagedRunError, match="holds no run"):
+    with pytest.raises(DamagedRunError, match="contains no run"):
         resume(tmp_path, onwards)
 
 
@@ -724,9 +725,9 @@ def test_bad_input_at_the_command_line_exits_2_and_writes_nothing(tmp_path):
         ("run", tmp_path / "missing.toml", "--out", tmp_path / "run"): "missing.toml cannot be read: No such file",
         ("run", TINY, "--rounds", -3, "--out", tmp_path / "run"): "rounds must be at least 1, got -3",
         ("run", TINY, "--seed", -1, "--out", tmp_path / "run"): "seed must be at least 0",
-        ("run", "--resume", tmp_path): "holds no run",
+        ("run", "--resume", tmp_path): "contains no run",
         ("rnu",): "No such command 'rnu'. Did you mean 'run'?\n",
-        ("run", "--resume", tmp_path, "--rounds", 5): "--resume goes on with what was begun",
+        ("run", "--resume", tmp_path, "--rounds", 5): "--resume continues a run",
     }
     for arguments, expected in cases.items():
         said = command(*arguments)
@@ -780,7 +781,7 @@ def test_several_seeds_are_run_one_after_the_other_shown_as_means_and_gone_on_wi
     assert f" {statistics.fmean(accuracies):.2f} ±{half:.2f} " in three.stdout
     assert three.stdout.count("ε private = ") == 1
     refused = {
-        ("--seeds", "2", "--seed", "1"): "it takes no --seed",
+        ("--seeds", "2", "--seed", "1"): "--seeds takes neither --seed",
         ("--seeds", "0"): "at least one seed",
         ("--seeds", "2", "--ledger", tmp_path / "ledger"): "every seed is another population",
         ("--seeds", "2", "--rounds", "3"): "seed-0 was made by another experiment",
@@ -794,10 +795,10 @@ def test_several_seeds_are_run_one_after_the_other_shown_as_means_and_gone_on_wi
 def test_what_was_asked_for_is_in_the_table():
     groups = [GroupResult(name, 5, True, 0.0, 0.1, 1.0, 0.1, 0.5, 0.01) for name in ("a", "b")]
     plain = VariantResult("plain", "fedhdp", 3, 1.0, False, groups, server_accuracy=0.5)
-    header, _ = tables.table([plain])
+    header, _ = tables.table_cells([plain])
     assert header == ["algorithm", "Acc_g", "g: b", "g: a", "Δ_g", "ε b", "ε a"]
     chosen = [replace(group, chosen_accuracy=0.75, chosen_variance=0.02) for group in groups]
-    header, (row,) = tables.table([replace(plain, server_average_accuracy=0.625, groups=chosen)])
+    header, (row,) = tables.table_cells([replace(plain, server_average_accuracy=0.625, groups=chosen)])
     assert header == ["algorithm", "Acc_g", "Acc_avg", "g: b", "g: a", "Δ_g", "c: b", "c: a", "Δ_c", "ε b", "ε a"]
     assert (row[2], row[6], row[8]) == ("62.50", "75.00 (2.00)", "0.00")
     with pytest.raises(ValueError, match="variants must be one or more"):
@@ -847,8 +848,8 @@ def test_a_variant_may_have_its_own_server_and_training_on_the_same_cohorts(tmp_
             np.testing.assert_array_equal(models[0][array], models[1][array])
     for wrong, said in (
         (
-            {"server": {"optimizer": "adam"}},
-            "server of 'other': unknown field optimizer = 'adam'; did you mean optimizer?",
+            {"server": {"optimiser": "adam"}},
+            "server of 'other': unknown field optimiser = 'adam'; did you mean optimizer?",
         ),
         ({"training": {"epochs": 0}}, "epochs must be at least 1, got 0"),
         ({"training": {"proximal": 1e9}}, "proximal must be at least 0 and below"),
@@ -866,7 +867,7 @@ def test_a_variant_that_draws_other_cohorts_runs_by_itself(tmp_path):
 
 
 def test_personal_models_on_disk_are_gone_when_a_run_is_done(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedhdp.engine.personal_store.personal_room", lambda: 0)
+    monkeypatch.setattr("fedhdp.engine.personal_store.personal_bytes_limit", lambda: 0)
     folder, seen = tmp_path / "run", []
 
     def watch(progress: Progress) -> bool:
@@ -907,7 +908,7 @@ def test_an_experiment_that_was_changed_cannot_go_on_as_if_it_had_been_run_so(tm
     text = path.read_text()
     path.write_text(text.replace("rounds = 12", "rounds = 14"))
     assert path.read_text() != text
-    with pytest.raises(ValueError, match=r"is not what the run was begun with.*fedhdp run .*experiment.toml"):
+    with pytest.raises(ValueError, match=r"was edited after the run was started.*fedhdp run .*experiment.toml"):
         resume(tmp_path / "run", onwards)
     path.write_text(text)
     assert resume(tmp_path / "run", onwards).variants[0].rounds == tiny().rounds
@@ -932,7 +933,7 @@ def test_rounds_that_were_shown_and_are_played_again_are_paid_for_twice(tmp_path
     with pytest.raises(Crash):
         resume(tmp_path / "run", crash_after(5))  # four more
     (variant,) = resume(tmp_path / "run", onwards).variants
-    private = next(group for group in variant.groups if not group.opted_out)
+    private = next(group for group in variant.groups if not group.unprotected)
     assert (variant.rounds, private.rounds) == (8, 8 + 6 + 4)
     mechanism = experiment.variants[0].mechanism(experiment.mechanism.mechanism(8, experiment.delta))
     assert private.epsilon == accounting.epsilon(mechanism, 18, experiment.delta)[private.name]
@@ -953,6 +954,5 @@ def test_noise_too_small_to_promise_anything_is_told_as_none():
     weak_group, strong_group = outcome.account_groups(
         weak, lambda name: [privacy_costs(weak, 5)[name]], lambda name: 1e-4
     )
-    assert (weak_group.opted_out, strong_group.opted_out) == (True, False)
-    read = msgspec.json.decode(msgspec.json.encode(weak_group), type=type(weak_group))
-    assert tables._epsilon(read) == "∞"
+    assert (weak_group.unprotected, strong_group.unprotected) == (True, False)
+    assert tables._epsilon([weak_group]) == "∞"

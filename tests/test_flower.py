@@ -1218,7 +1218,7 @@ def test_nothing_is_charged_while_nobody_can_be_reached(tmp_path, monkeypatch):
 def test_a_run_that_died_before_its_summary_is_not_run_again(tmp_path):
     wanted = deployment(tmp_path, rounds=2)
     first = play_plain(everyone(tmp_path, PLAIN), wanted)
-    (Path(wanted.out) / results.SUMMARY).unlink()
+    (Path(wanted.out) / results.SUMMARY_FILE).unlink()
     again = play_plain(everyone(tmp_path, PLAIN), wanted)
     assert again.variants == first.variants
     assert charged(wanted) == 2
@@ -1380,13 +1380,13 @@ def test_a_deployments_folder_reads_like_a_simulations(tmp_path):
     wanted = deployment(tmp_path, evaluate_every=1)
     score = score_with(MODEL, POPULATION.server_x_N, POPULATION.server_y_N)
     summary = serve(everyone(), wanted, start_model(MODEL, SEED), score)
-    assert results.read_value(Path(wanted.out) / results.SUMMARY, Summary) == summary
+    assert results.read_value(Path(wanted.out) / results.SUMMARY_FILE, Summary) == summary
     assert results.VariantDirectory(Path(wanted.out) / "fedhdp").result() == summary.variants[0]
     assert summary.variants[0].server_accuracy == pytest.approx(
         score({name.removeprefix("global/"): array for name, array in model_of(wanted).items()})
     )
     assert {row.metric for row in history_of(wanted)} >= {"clip", "drawn", "sent", "replies", "refused", "epsilon"}
-    assert not (Path(wanted.out) / "fedhdp" / results.CHECKPOINT).exists()
+    assert not (Path(wanted.out) / "fedhdp" / results.CHECKPOINT_FILE).exists()
     assert json.loads((Path(wanted.out) / results.RUN).read_text())["id"].startswith("run-")
 
 

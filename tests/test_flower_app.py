@@ -20,7 +20,7 @@ from fedhdp.flower.config import from_run_config
 from fedhdp.flower.trainer import _parameters, built_in, start_model
 from fedhdp.models import mlp
 from fedhdp.results.schema import Summary
-from fedhdp.results.store import SUMMARY, read_value
+from fedhdp.results.store import SUMMARY_FILE, read_value
 
 APP = Path(__file__).parent.parent / "examples" / "flower_app"
 OWNERS = ("open", "relaxed", "relaxed", "strict", None)
@@ -53,7 +53,7 @@ def run_round(app, server, config) -> Summary:
         node.context.run_config = config
         nodes.append(node)
     server(InProcessGrid(nodes), Context(1, 1, {}, RecordDict(), config))
-    return read_value(Path(str(config["out"])) / SUMMARY, Summary)
+    return read_value(Path(str(config["out"])) / SUMMARY_FILE, Summary)
 
 
 def test_the_example_trains_to_a_table_with_three_levels(tmp_path, modules):

@@ -109,7 +109,7 @@ class Site:
         return run
 
     def summary(self, run: str, seconds: float = 150) -> Summary:
-        done = self.out / results.SUMMARY
+        done = self.out / results.SUMMARY_FILE
         try:
             self.fleet.wait_for(run, done, seconds)
         except (TimeoutError, RuntimeError):

@@ -317,7 +317,7 @@ def test_a_folder_of_parts_that_cannot_be_compared_is_not_drawn(tmp_path):
     made_up(tmp_path, "noniid-mnist", 2, "dp-fedavg,pld,chosen-pull")  # what they may differ in, they do
     assert paper_tables.compare(tmp_path, "noniid-mnist").seeds == (0, 1)
     for folder in ("seed-1/paper", "seed-0/pld"):
-        path = tmp_path / folder / results.EXPERIMENT
+        path = tmp_path / folder / results.EXPERIMENT_FILE
         whole = path.read_text()
         path.write_text(whole.replace("rounds = 500", "rounds = 400"))
         with pytest.raises(
@@ -523,8 +523,8 @@ def made_up(
             variants.append(result)
         folder = out / part.folder
         folder.mkdir(parents=True)
-        (folder / results.EXPERIMENT).write_text(to_toml(chosen))
-        results.write_value(folder / results.SUMMARY, Summary(chosen.name, 2.0, variants))
+        (folder / results.EXPERIMENT_FILE).write_text(to_toml(chosen))
+        results.write_value(folder / results.SUMMARY_FILE, Summary(chosen.name, 2.0, variants))
     return out
 
 

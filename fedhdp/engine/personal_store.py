@@ -26,7 +26,7 @@ from fedhdp.engine.placement import CohortLayout
 from fedhdp.engine.round import Engine
 from fedhdp.engine.row_file import RowFile
 from fedhdp.models import Array, Model, Parameters
-from fedhdp.results.store import PERSONAL
+from fedhdp.results.store import PERSONAL_FILE
 
 PART = 256  # clients whose models are written to a checkpoint at a time
 NO_ROW = -1  # the row of a client who has no models
@@ -98,7 +98,7 @@ class MemoryMappedPersonalModels:
 
     def __init__(self, engine: Engine, clients: int, folder: Path | None):
         self.engine, self.clients = engine, clients
-        self.path = None if folder is None else folder / PERSONAL
+        self.path = None if folder is None else folder / PERSONAL_FILE
         self.writers = ThreadPoolExecutor(engine.devices)  # one for what is on each device
         weakref.finalize(self, self.writers.shutdown, wait=False)
 

@@ -22,7 +22,7 @@ from fedhdp.errors import require
 from fedhdp.experiments.components import NAMES, Data, Mlp, ModelChoice, PythonFile, clients_of
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, PrivacyGroup, Sampling
 from fedhdp.privacy.budget import OnBudgetExhausted
-from fedhdp.results.store import EXPERIMENT, can_be_folder, slug
+from fedhdp.results.store import EXPERIMENT_FILE, is_directory_name, slug
 from fedhdp.server import ServerOptimizer
 
 
@@ -175,7 +175,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         slugs = {slug(name) for name in names}
         require(len(slugs) == len(names), "variants", names, "variants whose names differ in letters a to z or digits")
         for name in names:
-            require(can_be_folder(name), "variant's name", name, "short, and not that of a file of the run")
+            require(is_directory_name(name), "variant's name", name, "short, and not that of a file of the run")
         require(0 <= self.data.validation < 1, "data.validation", self.data.validation, "at least 0 and below 1")
         total = sum(group.clients for group in self.mechanism.groups)
         rule = f"groups whose clients add up to data.clients, {self.data.clients}"
@@ -301,8 +301,8 @@ def find(name: str, built_in: dict[str, Callable[[], Experiment]]) -> Experiment
     """An experiment by the name of a built-in one or of a TOML file, whose ledger is beside it unless it says where."""
     if name in built_in:
         return built_in[name]()
-    if (Path(name) / EXPERIMENT).is_file():
-        again = f"fedhdp run {Path(name) / EXPERIMENT}"
+    if (Path(name) / EXPERIMENT_FILE).is_file():
+        again = f"fedhdp run {Path(name) / EXPERIMENT_FILE}"
         raise ValueError(
             f"{name} is the folder of a run; to go on: fedhdp run --resume {name}; to run it again: {again}"
         )

@@ -6,6 +6,8 @@ opted out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fedhdp.client import LocalTraining
 from fedhdp.experiments.components import Cnn, Handwriting
 from fedhdp.experiments.config import Experiment, GroupConfig, MechanismConfig, Variant
@@ -111,3 +113,12 @@ def letters() -> Experiment:
         training=LocalTraining(epochs=5, batch_size=20, learning_rate=0.02),
         evaluate_every=5,
     )
+
+
+EXPERIMENTS: dict[str, Callable[[], Experiment]] = {
+    "quickstart": quickstart,
+    "skewed": skewed,
+    "by-writer": by_writer,
+    "three-levels": three_levels,
+    "letters": letters,
+}

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-import fedhdp
 from fedhdp.engine.personal_store import personal_bytes, personal_bytes_limit
 from fedhdp.experiments.billing import RunBilling
 from fedhdp.experiments.config import Experiment, from_toml, to_toml
@@ -21,8 +20,8 @@ from fedhdp.models import Model
 from fedhdp.privacy.budget import BudgetExhausted
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results import store as results
-from fedhdp.results.metrics import MetricRow
-from fedhdp.results.schema import Summary, VariantResult, attach_metrics
+from fedhdp.results.provenance import provenance
+from fedhdp.results.schema import MetricRow, Summary, VariantResult, attach_metrics
 from fedhdp.results.store import RunDirectory
 from fedhdp.rng import os_entropy
 from fedhdp.simulation import Simulation, State, cohorts_of, global_training
@@ -46,7 +45,11 @@ class Interrupted(Exception):
     """The run was asked to stop, and can go on from its folder."""
 
 
-BEGUN = (results.HISTORY, results.CHECKPOINT, results.RESULT)  # any of them: rounds may have been charged
+BEGUN = (
+    results.HISTORY_FILE,
+    results.CHECKPOINT_FILE,
+    results.RESULT_FILE,
+)  # any of them: rounds may have been charged
 Watch = Callable[[Progress], bool]  # is told after every round; False asks the run to stop
 
 
@@ -62,23 +65,32 @@ def run(experiment: Experiment, out: Path, watch: Watch) -> Summary:
             raise
 
 
+def read_experiment(out: Path) -> Experiment:
+    """Read the experiment of a run's directory.
+
+    Raises:
+        DamagedRunError: If it is missing, damaged or that of a deployment.
+    """
+    path = out / results.EXPERIMENT_FILE
+    try:
+        return from_toml(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, ValueError) as error:
+        hint = "a deployment resumes when its ServerApp is submitted again with this directory"
+        raise results.DamagedRunError(
+            f"{path} is no experiment that can be simulated, or damaged; {hint} ({error})"
+        ) from error
+
+
 def resume(out: Path, watch: Watch) -> Summary:
     """Go on with the run in a folder."""
     with RunDirectory.open(out) as folder:
-        path = out / results.EXPERIMENT
-        try:
-            experiment = from_toml(path.read_text(encoding="utf-8"), str(path))
-        except (OSError, ValueError) as error:
-            hint = "one of a deployment goes on when its ServerApp is submitted again with this folder"
-            raise results.DamagedRunError(
-                f"{path} is no experiment that can be simulated, or damaged; {hint} ({error})"
-            ) from error
-        if (out / results.SUMMARY).exists():
-            return results.read_value(out / results.SUMMARY, Summary)
+        experiment = read_experiment(out)
+        if (out / results.SUMMARY_FILE).exists():
+            return results.read_value(out / results.SUMMARY_FILE, Summary)
         return _run(experiment, experiment.mechanism.mechanism(experiment.rounds, experiment.delta), folder, watch)
 
 
-def each_seed(experiment: Experiment, seeds: Iterable[int]) -> list[Experiment]:
+def with_seeds(experiment: Experiment, seeds: Iterable[int]) -> list[Experiment]:
     """The experiment with each of these seeds, and noise of its own where that has one too."""
     if experiment.ledger is not None:
         raise ValueError(
@@ -90,7 +102,7 @@ def each_seed(experiment: Experiment, seeds: Iterable[int]) -> list[Experiment]:
 
 def run_or_resume(experiment: Experiment, out: Path, watch: Watch) -> Summary:
     """Run an experiment into a folder, or go on with it there; a folder of another experiment is refused."""
-    path = out / results.EXPERIMENT
+    path = out / results.EXPERIMENT_FILE
     if not path.exists():
         return run(experiment, out, watch)
     if from_toml(path.read_text(encoding="utf-8"), str(path)) != experiment.pinned():
@@ -128,8 +140,8 @@ def _run(experiment: Experiment, mechanism: Mechanism, folder: RunDirectory, wat
                     for index, result in zip(batch, played):
                         finished[index] = result
     whole = [result for result in finished if result is not None]
-    summary = Summary(experiment.name, sum(result.seconds for result in whole), whole, fedhdp.__version__)
-    results.write_value(folder.path / results.SUMMARY, summary)
+    summary = Summary(experiment.name, sum(result.seconds for result in whole), whole, *provenance())
+    results.write_value(folder.path / results.SUMMARY_FILE, summary)
     return summary
 
 
@@ -205,7 +217,7 @@ class _Batch:
         if any(part.history() != history for part, history in zip(self.parts, self.histories)):
             self.keep(self.start)
         for part, history in zip(self.parts, self.histories):
-            part.restart_history(history)
+            part.rewrite_history(history)
 
     def _go_on(self) -> State:
         """Where it begins, or goes on, with its variants' histories up to there, and the seconds it has taken.
@@ -239,7 +251,7 @@ class _Batch:
     def keep(self, state: State) -> None:
         """Remember where to go on."""
         beside = {"seconds": np.array(self.seconds), "again": np.array(self.again)}
-        self.parts[0].keep_checkpoint({**self.simulation.pack(state), **beside})
+        self.parts[0].save_checkpoint({**self.simulation.pack(state), **beside})
 
     def evaluate(self, state: State) -> None:
         """Measure all variants."""

@@ -77,22 +77,22 @@ def serve(grid: Grid, deployment: Deployment, start_model: Arrays, score: Score 
     finite = len(start_model) > 0 and all(np.isfinite(array).all() for array in start_model.values())
     require(finite, "start model", sorted(start_model), "of one array or more, all finite")
     with _folder(out, deployment) as folder, Ledger(deployment.ledger, within_budget) as ledger:
-        if (out / results.SUMMARY).exists():
+        if (out / results.SUMMARY_FILE).exists():
             log(WARNING, "%s holds a run that is finished", out)
-            return results.read_value(out / results.SUMMARY, Summary)
+            return results.read_value(out / results.SUMMARY_FILE, Summary)
         part = folder.variant(VARIANT)
         result = part.result() or _serve(grid, deployment, folder.id, part, ledger, start_model, score)
         summary = Summary(deployment.name, result.seconds, [result], fedhdp.__version__)
-        results.write_value(out / results.SUMMARY, summary)
+        results.write_value(out / results.SUMMARY_FILE, summary)
         return summary
 
 
 def _folder(out: Path, deployment: Deployment) -> RunDirectory:
     said = to_toml(deployment)
-    if not (out / results.EXPERIMENT).exists():
+    if not (out / results.EXPERIMENT_FILE).exists():
         return RunDirectory.create(out, said)
     folder = RunDirectory.open(out)
-    begun = from_toml((out / results.EXPERIMENT).read_text(encoding="utf-8"))
+    begun = from_toml((out / results.EXPERIMENT_FILE).read_text(encoding="utf-8"))
     if differing := deployment.differs(begun):
         folder.__exit__()
         other = f"a run of another deployment: {', '.join(differing)} differ"
@@ -121,11 +121,11 @@ def _serve(
         _restore(strategy, checkpoint, record)
         log(INFO, "going on after round %d", strategy.round)
     strategy.let_in(grid)
-    part.restart_history(part.history(until=strategy.round) if checkpoint is not None else [])
+    part.rewrite_history(part.history(until=strategy.round) if checkpoint is not None else [])
 
     def keep() -> None:
         seconds = np.array(before + time.monotonic() - begun)
-        part.keep_checkpoint(_pack(strategy) | {"seconds": seconds})
+        part.save_checkpoint(_pack(strategy) | {"seconds": seconds})
 
     keep()
     stopped = _play(grid, strategy, part, keep)

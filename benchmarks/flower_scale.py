@@ -16,8 +16,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
-
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples" / "flower_app"))
 from demo import Fleet  # noqa: E402
@@ -25,9 +23,10 @@ from task import LEVELS, MODEL  # noqa: E402
 
 from fedhdp.client import LocalTraining  # noqa: E402
 from fedhdp.datasets.handwriting import handwriting  # noqa: E402
-from fedhdp.flower.config import Deployment, Level  # noqa: E402
+from fedhdp.flower.config import Deployment  # noqa: E402
+from fedhdp.privacy.calibration import PrivacyLevel  # noqa: E402
 from fedhdp.results.store import VariantDirectory  # noqa: E402
-from fedhdp.simulation import simulate  # noqa: E402
+from fedhdp.simulation import Simulation, simulate  # noqa: E402
 
 RATE, SAMPLES = 0.05, 30
 TRAINING = LocalTraining(epochs=10, batch_size=20, learning_rate=0.3)
@@ -60,22 +59,20 @@ def own(clients: int, rounds: int) -> tuple[float, float]:
     """The same of the project's own simulator."""
     counts = {name: sum(LEVELS[k % len(LEVELS)] == name for k in range(clients)) for name in dict.fromkeys(LEVELS)}
     levels = {
-        "open": Level(RATE, epsilon=float("inf")),
-        "relaxed": Level(RATE, epsilon=8.0, weight=0.003, pull=0.1),
-        "strict": Level(RATE, epsilon=2.0, weight=0.001),
+        "open": PrivacyLevel(sampling_rate=RATE, epsilon=float("inf")),
+        "relaxed": PrivacyLevel(sampling_rate=RATE, epsilon=8.0, weight=0.003, pull=0.1),
+        "strict": PrivacyLevel(sampling_rate=RATE, epsilon=2.0, weight=0.001),
     }
     mechanism = Deployment("-", "-", rounds, levels, clip=2.0).mechanism(counts)
-    begun, at = time.monotonic(), list[float]()
-    population = handwriting(clients, SAMPLES, SAMPLES // 3, 2000, "by_writer")
-    simulate(
-        population,
-        MODEL,
-        mechanism,
-        TRAINING,
-        rounds=rounds,
-        on_round=lambda state: at.append(float(np.asarray(state.server.clip)) * 0 + time.monotonic()),
-    )
-    return at[0] - begun, (at[-1] - at[0]) / (rounds - 1)
+    start, ends = time.monotonic(), list[float]()
+
+    def record(simulation: Simulation) -> None:
+        simulation.wait()
+        ends.append(time.monotonic())
+
+    data = handwriting(clients, SAMPLES, SAMPLES // 3, 2000, "by_writer")
+    simulate(data, MODEL, mechanism, TRAINING, rounds=rounds, on_round=record)
+    return ends[0] - start, (ends[-1] - ends[0]) / (rounds - 1)
 
 
 def main() -> None:

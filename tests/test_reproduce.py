@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from fedhdp.cli import main
 from fedhdp.cli._progress import ProgressDisplay
-from fedhdp.experiments.components import Femnist, Handwriting, Mlp, Mnist
+from fedhdp.experiments.components import FemnistConfig, HandwritingConfig, MlpConfig, MnistConfig
 from fedhdp.experiments.config import from_toml, to_toml
 from fedhdp.experiments.runner import Interrupted
 from fedhdp.privacy.accounting import gaussian_epsilon
@@ -35,7 +35,7 @@ from fedhdp.results import store as results
 from fedhdp.results.schema import GroupResult, Summary, VariantResult
 
 ALL = [*TABLES, "levels"]
-SMALL = Handwriting(40, samples=5, test_samples=2, server_test=50)
+SMALL = HandwritingConfig(40, samples=5, test_samples=2, server_test=50)
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def small(part: Part) -> Part:
     data = replace(SMALL, split="skewed" if part.experiment.name.startswith("skewed") else "one_digit")
     changes = {
         "data": replace(data, validation=getattr(chosen.data, "validation", 0.0)),
-        "model": Mlp(hidden=8),
+        "model": MlpConfig(hidden=8),
         "mechanism": replace(chosen.mechanism, groups=groups),
         "training": replace(chosen.training, epochs=1, batch_size=5),
         "evaluate_every": 2,
@@ -189,22 +189,22 @@ def test_data_is_the_papers_where_it_is_there_and_else_the_nearest(monkeypatch):
     monkeypatch.setattr(paper.stored, "read", lambda name: {})
     monkeypatch.setattr(paper, "femnist", lambda origin, classes: SimpleNamespace(clients=there[origin]))
     found = {name: paper.choose_data(table.choices, "auto") for name, table in TABLES.items()}
-    assert found["noniid-mnist"] == Mnist(2000)
-    assert found["skewed-mnist"] == Mnist(2000, split="skewed")
-    assert found["fmnist"] == Mnist(836, split="by_writer")
-    assert found["femnist"] == Femnist(330, "330")
+    assert found["noniid-mnist"] == MnistConfig(2000)
+    assert found["skewed-mnist"] == MnistConfig(2000, split="skewed")
+    assert found["fmnist"] == MnistConfig(836, split="by_writer")
+    assert found["femnist"] == FemnistConfig(330, "330")
     assert "substitute" not in paper.stands_for(TABLES["noniid-mnist"], found["noniid-mnist"])
     for name in ("fmnist", "femnist"):
         assert "a substitute for TFF's federated EMNIST" in paper.stands_for(TABLES[name], found[name])
         groups = paper.groups_of(TABLES[name], found[name])
         assert sum(group.clients * group.sampling_rate for group in groups) == pytest.approx(100, abs=0.1)
     there["330"] = 150
-    assert paper.choose_data(TABLES["femnist"].choices, "writers") == Femnist(150, "330")
+    assert paper.choose_data(TABLES["femnist"].choices, "writers") == FemnistConfig(150, "330")
     present |= {"femnist-leaf"}
-    assert paper.choose_data(TABLES["femnist"].choices, "auto") == Femnist(3400, "leaf")
+    assert paper.choose_data(TABLES["femnist"].choices, "auto") == FemnistConfig(3400, "leaf")
     present |= {"emnist-tff"}
-    assert paper.choose_data(TABLES["fmnist"].choices, "auto") == Femnist(3383, "tff", 10)
-    assert "substitute" not in paper.stands_for(TABLES["fmnist"], Femnist(3383, "tff", 10))
+    assert paper.choose_data(TABLES["fmnist"].choices, "auto") == FemnistConfig(3383, "tff", 10)
+    assert "substitute" not in paper.stands_for(TABLES["fmnist"], FemnistConfig(3383, "tff", 10))
 
 
 # rows of our own
@@ -510,7 +510,7 @@ def made_up(
     """A folder with the paper's own numbers, each moved by so many points for a row and a seed."""
     for part in own.parts(table, rows, range(seeds) if isinstance(seeds, int) else seeds, Options("handwriting")):
         chosen, variants = part.experiment, []
-        promised = chosen.mechanism.mechanism(chosen.rounds, chosen.delta)
+        promised = chosen.mechanism.build(chosen.rounds, chosen.delta)
         for variant in chosen.variants:
             mechanism = variant.mechanism(promised)
             weight = mechanism.groups[1].weight if variant.algorithm == "fedhdp" else None
@@ -621,7 +621,7 @@ def test_epsilons_that_a_run_could_not_know_are_computed_when_the_table_is_made(
 
 
 def test_without_an_accountant_a_table_says_that_epsilons_are_not_known(tmp_path, monkeypatch):
-    monkeypatch.setattr(paper_runs, "ACCOUNTING", False)
+    monkeypatch.setattr(paper_runs, "is_accounting_installed", lambda: False)
     found = paper_tables.compare(made_up(tmp_path, "noniid-mnist", 1, "fedhdp:0.01"), "noniid-mnist")
     assert found.prices[0].epsilon is None
     assert "ε private: not known without dp-accounting [FedHDP r=0.01]" in paper_writing.footnotes(found)

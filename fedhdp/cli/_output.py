@@ -11,10 +11,10 @@ from rich.table import Column, Table
 
 
 def print_json(value: object) -> None:
-    """Print a value as one JSON document; an infinite number is null."""
-    import msgspec
+    """Print a value as one JSON document; an infinite number is the string "inf"."""
+    from fedhdp.results.store import encode_json
 
-    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    sys.stdout.buffer.write(encode_json(value))
     sys.stdout.buffer.flush()
 
 

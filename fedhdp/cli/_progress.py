@@ -181,7 +181,7 @@ def _note(progress: Progress) -> str:
     parts = [f"accuracy {_range([accuracies[0], accuracies[-1]])}%"] if accuracies else []
     for name, ends in progress.epsilon().items():
         parts.append(f"ε {name} {_range([format_epsilon(epsilon, 2) for epsilon in ends])}")
-    for name, rounds in progress.left().items():
+    for name, rounds in progress.rounds_left().items():
         if rounds < math.inf:
             parts.append(f"{name} has {pluralize(int(rounds))} left")
     return ", ".join(parts)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fedhdp.experiments.config import Experiment, GroupConfig, MechanismConfig, Variant, find, from_toml, to_toml
-from fedhdp.experiments.presets import EXPERIMENTS
+from fedhdp.experiments.config import Experiment, Variant, find, from_toml, to_toml
+from fedhdp.experiments.presets import EXPERIMENTS, plan_experiment
 from fedhdp.experiments.runner import (
     Interrupted,
     Progress,
@@ -18,14 +18,13 @@ from fedhdp.experiments.runner import (
 __all__ = [
     "EXPERIMENTS",
     "Experiment",
-    "GroupConfig",
     "Interrupted",
-    "MechanismConfig",
     "Progress",
     "Variant",
     "Watch",
     "find",
     "from_toml",
+    "plan_experiment",
     "read_experiment",
     "resume",
     "run",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from fedhdp.experiments.components import Data
+from fedhdp.experiments.components import DataConfig
 from fedhdp.experiments.config import Experiment, GroupConfig, MechanismConfig, Variant
 from fedhdp.experiments.presets import OPTED_OUT, PRIVATE
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Sampling
@@ -27,7 +27,7 @@ PLD_NOISE = 1.401  # the least noise that PLD accounting finds enough for the pr
 TUNED = (0.01, 0.025)  # the paper's best weights
 HELD_OUT = 0.2  # of each client's train examples, on which it chooses its pull
 LONGER = ServerOptimizer(average=0.95)  # a longer average
-MOMENTUM = ServerOptimizer("momentum", learning_rate=0.3, momentum=0.9, average=0.95)
+MOMENTUM = ServerOptimizer(learning_rate=0.3, momentum=0.9, average=0.95)
 
 
 class Own(NamedTuple):
@@ -55,7 +55,7 @@ OURS = {
 }
 
 
-def own_part(name: str, data: Data, personal: bool = True, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
+def own_part(name: str, data: DataConfig, personal: bool = True, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
     """One row of our own as an experiment."""
     own, table = OURS[name], paper.TABLES[BASE]
     opted_out, private = paper.groups_of(table, data)
@@ -72,7 +72,7 @@ def own_part(name: str, data: Data, personal: bool = True, rounds: int = ROUNDS,
 
 def _weights(mechanism: MechanismConfig, noise: str) -> tuple[float, ...]:
     """The weights that theory suggests for the paper's rounds and network, to two digits."""
-    chosen: Mechanism = replace(mechanism.mechanism(ROUNDS, 1e-4), noise=noise)
+    chosen: Mechanism = replace(mechanism.build(ROUNDS, 1e-4), noise=noise)
     return tuple(float(f"{g.weight:.2g}") for g in with_optimal_weights(chosen, ROUNDS, PAPERS_PARAMETERS).groups)
 
 
@@ -88,11 +88,11 @@ LEVELS = {  # name, share of the clients, noise multiplier
 }
 
 
-def levels_part(name: str, data: Data, sampling: Sampling, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
+def levels_part(name: str, data: DataConfig, sampling: Sampling, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
     """Several privacy levels as an experiment: the baselines, and FedHDP with shared noise and with noise per group."""
     table = paper.TABLES[BASE]
     groups = tuple(
-        GroupConfig(level, round(share * data.clients), table.sampling_rate, noise_multiplier=noise)
+        GroupConfig(level, round(share * data.clients), sampling_rate=table.sampling_rate, noise_multiplier=noise)
         for level, share, noise in LEVELS[name]
     )
     mechanism = MechanismConfig(groups, AdaptiveClip(initial=table.clip), sampling=sampling)

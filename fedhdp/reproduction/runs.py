@@ -18,11 +18,11 @@ from msgspec.structs import replace
 from fedhdp.experiments.config import Experiment, from_toml
 from fedhdp.experiments.presets import OPTED_OUT, PRIVATE
 from fedhdp.mechanism import Mechanism
-from fedhdp.privacy.accounting import compose, privacy_costs
+from fedhdp.privacy.accounting import compose, is_accounting_installed, privacy_costs
 from fedhdp.reproduction.extensions import LEVELS, OURS, Own
 from fedhdp.reproduction.runner import MACHINE, MORE, Machine, mixed
 from fedhdp.results import store as results
-from fedhdp.results.schema import ACCOUNTING, GroupResult, Summary, VariantResult, account_groups
+from fedhdp.results.schema import GroupResult, Summary, VariantResult, account_groups
 
 SHORT = {PRIVATE: "p", OPTED_OUT: "np"}
 EVERYBODY = {"non_private": "np", "dp_fedavg": "p"}  # the paper has one column for all clients of these
@@ -181,7 +181,7 @@ def priced(runs: Iterable[Run]) -> list[Priced]:
     """What each group of each part paid, told once for all rows and seeds that paid the same."""
     rows: dict[Priced, list[str]] = {}
     for run in runs:
-        promised = run.experiment.mechanism.mechanism(run.experiment.rounds, run.experiment.delta)
+        promised = run.experiment.mechanism.build(run.experiment.rounds, run.experiment.delta)
         for variant, result in zip(run.experiment.variants, run.summary.variants):
             for one in _prices(run, variant.mechanism(promised), result):
                 rows.setdefault(one, []).append(_key(run.part, result).row)
@@ -192,14 +192,14 @@ def _prices(run: Run, mechanism: Mechanism, result: VariantResult) -> list[Price
     """What the groups of a variant paid; a run made without an accountant is priced here, where there is one."""
     groups, spent, found = result.groups, privacy_costs(mechanism, result.rounds), []
     poisson = privacy_costs(replace(mechanism, sampling="poisson"), result.rounds)
-    if ACCOUNTING and any(group.epsilon is None and not group.unprotected for group in groups):
+    if is_accounting_installed() and any(group.epsilon is None and not group.unprotected for group in groups):
         groups = account_groups(mechanism, lambda name: [spent[name]], run.experiment.delta_of)
     for group in groups:
         if group.unprotected:
             continue
         paid = (group.epsilon, group.epsilon_pld, group.epsilon_basis or "not known without dp-accounting")
         other: tuple[float | None, float | None] = (None, None)
-        if ACCOUNTING and mechanism.sampling == "fixed":
+        if is_accounting_installed() and mechanism.sampling == "fixed":
             delta = run.experiment.delta_of(group.name)
             other = (compose([poisson[group.name]], delta), compose([poisson[group.name]], delta, "pld"))
         found.append(Priced(run.part, (), group.name, *paid, *other))

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import msgspec
 
 from fedhdp.mechanism import SERVER, Mechanism, PrivacyGroup
-from fedhdp.privacy.accounting import PrivacyCost, compose, make_report, privacy_cost
-
-ACCOUNTING = find_spec("dp_accounting") is not None  # runs train without it, and their epsilons are then not known
+from fedhdp.privacy.accounting import PrivacyCost, compose, is_accounting_installed, make_report, privacy_cost
 
 
 class MetricRow(NamedTuple):
@@ -115,7 +112,7 @@ def _account_group(mechanism: Mechanism, group: PrivacyGroup, costs: Iterable[tu
     )
     if result.unprotected:
         result.epsilon = math.inf
-    elif ACCOUNTING:
+    elif is_accounting_installed():
         result.delta = delta
         result.epsilon = compose(paid, delta)
         result.unprotected = result.epsilon == math.inf  # accounting takes very little noise as none

@@ -65,7 +65,7 @@ def test_too_little_noise_is_unprotected():
 
 
 def test_epsilon_is_unknown_without_accounting(monkeypatch):
-    monkeypatch.setattr("fedhdp.results.schema.ACCOUNTING", False)
+    monkeypatch.setattr("fedhdp.results.schema.is_accounting_installed", lambda: False)
     groups = (PrivacyGroup("open", 10, 0.0, 0.5), PrivacyGroup("private", 10, 1.0, 0.5))
     mechanism = Mechanism(groups, clip=1.0)
     costs = privacy_costs(mechanism, 5)

@@ -17,7 +17,6 @@ import typer
 
 import fedhdp
 from fedhdp.cli import account, data, ledger, plan, reproduce, run, theory
-from fedhdp.datasets.directory import VARIABLE
 
 MAX_VALUE_LENGTH = 200  # of a value in an error's line
 
@@ -87,4 +86,6 @@ def _global_options(
     ] = None,
 ) -> None:
     if data_directory is not None:
-        os.environ[VARIABLE] = str(data_directory)
+        from fedhdp.datasets.cache import DIRECTORY_VARIABLE
+
+        os.environ[DIRECTORY_VARIABLE] = str(data_directory)

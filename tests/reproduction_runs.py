@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from fedhdp.experiments.components import Handwriting, Mlp
+from fedhdp.experiments.components import HandwritingConfig, MlpConfig
 from fedhdp.experiments.config import to_toml
 from fedhdp.mechanism import PrivacyGroup
 from fedhdp.reproduction import extensions, tables
@@ -16,7 +16,7 @@ from fedhdp.reproduction.tables import TABLES, Options, Part, TableRow
 from fedhdp.results import store
 from fedhdp.results.schema import GroupResult, Summary, VariantResult
 
-SMALL = Handwriting(40, samples=5, test_samples=2, server_test=50)
+SMALL = HandwritingConfig(40, samples=5, test_samples=2, server_test=50)
 HANDWRITING = {name: table.sources["handwriting"].build() for name, table in TABLES.items()}
 
 
@@ -32,7 +32,7 @@ def small(part: Part) -> Part:
     data = replace(SMALL, split="skewed" if experiment.name.startswith("skewed") else "one_digit")
     changes = {
         "data": replace(data, validation=getattr(experiment.data, "validation", 0.0)),
-        "model": Mlp(hidden=8),
+        "model": MlpConfig(hidden=8),
         "mechanism": replace(experiment.mechanism, groups=groups),
         "training": replace(experiment.training, epochs=1, batch_size=5),
         "evaluate_every": 2,
@@ -72,8 +72,8 @@ def write_runs(
         ]
         folder = out / part.folder
         folder.mkdir(parents=True)
-        (folder / store.EXPERIMENT).write_text(to_toml(experiment))
-        store.write_value(folder / store.SUMMARY, Summary(experiment.name, 2.0, results))
+        (folder / store.EXPERIMENT_FILE).write_text(to_toml(experiment))
+        store.write_value(folder / store.SUMMARY_FILE, Summary(experiment.name, 2.0, results))
     return out
 
 

@@ -57,7 +57,7 @@ def account(
 
     `fedhdp account examples/flower_app --rounds 50`
     """
-    from fedhdp.results.store import EXPERIMENT
+    from fedhdp.results.store import EXPERIMENT_FILE
 
     if tuning_trials is None and tuning_shape != math.inf:
         raise ValueError(f"--tuning-shape needs --tuning-trials, got {tuning_shape:g} and none")
@@ -73,8 +73,8 @@ def account(
         extra = [f"{name} {value}" for name, value in numbers.items() if value is not None]
         if extra:
             raise ValueError(f"{experiment} says its own noise, sampling and groups: it takes no {extra[0]}")
-        if (Path(experiment) / EXPERIMENT).is_file():  # the folder of a run
-            experiment = str(Path(experiment) / EXPERIMENT)
+        if (Path(experiment) / EXPERIMENT_FILE).is_file():  # the folder of a run
+            experiment = str(Path(experiment) / EXPERIMENT_FILE)
         if Path(experiment).is_dir() or Path(experiment).name == "pyproject.toml":
             if tuning is not None:
                 raise ValueError(f"--tuning-trials is for experiments: {experiment} is a Flower app, run once")

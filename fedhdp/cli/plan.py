@@ -56,9 +56,9 @@ def plan(
         print_json(result)
     elif toml:
         from fedhdp.experiments.config import to_toml
-        from fedhdp.experiments.planned import planned
+        from fedhdp.experiments.presets import plan_experiment
 
-        print(to_toml(planned(result)), end="")
+        print(to_toml(plan_experiment(result)), end="")
     else:
         _print(result)
 

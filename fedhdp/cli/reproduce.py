@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedhdp.cli._output import print_json, print_table, table
+from fedhdp.cli._output import console, error_console, print_json, print_table, table, table_width
 from fedhdp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def reproduce(
     if name is None:
         raise ConfigError("TABLE must be given, or --docs", "TABLE")
     folder = out or Path("runs") / "paper" / name
-    errors = Console(stderr=True, highlight=False, markup=False)
+    errors = error_console()
     if name in ("causes", "skewed-causes"):
         _refuse_other_options(context, name, {"name", "seeds", "rows", "rounds", "out"})
         return _run_causes(name, rows, seeds_of(seeds), rounds, folder)
@@ -251,7 +251,7 @@ def _run_causes(name: str, rows: str | None, seeds: range, rounds: int | None, f
 def _print(comparison: Comparison) -> None:
     from fedhdp.reproduction import render
 
-    out = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
+    out = console(160)
     for line in render.title(comparison):
         out.print(line)
     hidden: tuple[str, ...] = ()
@@ -259,7 +259,7 @@ def _print(comparison: Comparison) -> None:
         text = make(comparison)
         if not text.rows:
             continue
-        if _width(text) > out.width:
+        if table_width(_rich_table(text)) > out.width:
             text, hidden = make(comparison, wide=False), ("average: ",)
             text = text._replace(header=[word.replace(": ", ":\n") for word in text.header])
         out.print()
@@ -270,11 +270,6 @@ def _print(comparison: Comparison) -> None:
             out.print(note, style="dim")
     out.print()
     _print_claims(out, render.claims_table(comparison))
-
-
-def _width(text: TextTable) -> int:
-    columns = zip(text.header, *text.rows, strict=True)
-    return sum(max(map(len, column)) + 2 for column in columns)
 
 
 def _rich_table(text: TextTable) -> Table:

@@ -41,7 +41,7 @@ def optimum(
     ],
     alpha2: Annotated[float, typer.Option(help="The variance of a client's local estimate.")],
     tau2: Annotated[float, typer.Option(help="The variance of the truth between clients (heterogeneity).")],
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document; an infinite number is null.")] = False,
+    json: Annotated[bool, typer.Option("--json", help='Print one JSON document; an infinite number is "inf".')] = False,
 ) -> None:
     """Find the best weight and pull of each privacy level, and the errors of FedHDP and the baselines.
 
@@ -49,8 +49,8 @@ def optimum(
 
     In JSON, weights are relative to the first group. `pull` is for clients who subtract their own noise from the global
     model, `pull_own_noise` for those who cannot. `client_mse` and `client_mse_own_noise` are the errors at these pulls
-    with the noise, `bayes_mse` at the first without it. An infinite pull (take the global model itself) or error is null,
-    and so is the server's variance for `local_only`.
+    with the noise, `bayes_mse` at the first without it. An infinite pull takes the global model itself. The server's
+    variance for `local_only` is null.
 
     Examples:
 

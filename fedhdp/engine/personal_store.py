@@ -27,7 +27,7 @@ from fedhdp.engine.round import Engine
 from fedhdp.engine.row_file import RowFile
 from fedhdp.errors import RunError
 from fedhdp.models import Array, Model, Parameters
-from fedhdp.results.store import PERSONAL
+from fedhdp.results.store import PERSONAL_FILE
 
 PART = 256  # clients whose models are written to a checkpoint at a time
 NO_ROW = -1  # the row of a client who has no models
@@ -99,7 +99,7 @@ class MemoryMappedPersonalModels:
 
     def __init__(self, engine: Engine, clients: int, folder: Path | None):
         self.engine, self.clients = engine, clients
-        self.path = None if folder is None else folder / PERSONAL
+        self.path = None if folder is None else folder / PERSONAL_FILE
         self.file: RowFile | None = None
         self.written: list[Future] = []  # what the last round left on its desk
         self.writers = ThreadPoolExecutor(engine.devices)  # one for what is on each device

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from fedhdp import AdaptiveClip, ServerOptimizer
 from fedhdp.errors import ConfigError
-from fedhdp.experiments.components import Data
+from fedhdp.experiments.components import DataConfig
 from fedhdp.experiments.config import Experiment, Variant
 from fedhdp.experiments.presets import OPTED_OUT, PRIVATE
 from fedhdp.mechanism import Sampling
@@ -69,7 +69,9 @@ LEVEL_TABLES = {  # name, share of the clients, noise multiplier of each level
 }
 
 
-def extension_part(name: str, data: Data, personal: bool = True, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
+def extension_part(
+    name: str, data: DataConfig, personal: bool = True, rounds: int = ROUNDS, seed: int = 0
+) -> Experiment:
     """An extension as an experiment.
 
     Args:
@@ -102,7 +104,7 @@ def _theory_weights(mechanism: MechanismConfig, noise: str) -> tuple[float, ...]
     return tuple(float(f"{g.weight:.2g}") for g in with_optimal_weights(promise, ROUNDS, MLP_PARAMETERS).groups)
 
 
-def levels_part(name: str, data: Data, sampling: Sampling, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
+def levels_part(name: str, data: DataConfig, sampling: Sampling, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
     """Several privacy levels as an experiment: the baselines, and FedHDP with shared noise and with noise per group."""
     table = TABLES[BASE]
     groups = tuple(

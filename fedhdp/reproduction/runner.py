@@ -52,12 +52,12 @@ def current_machine(command: str) -> Machine:
 
 def is_finished(out: Path, part: Part) -> bool:
     """Whether a part has been run to its last round."""
-    return (out / part.folder / store.SUMMARY).exists()
+    return (out / part.folder / store.SUMMARY_FILE).exists()
 
 
 def is_started(out: Path, part: Part) -> bool:
     """Whether a part has a run directory."""
-    return (out / part.folder / store.EXPERIMENT).exists()
+    return (out / part.folder / store.EXPERIMENT_FILE).exists()
 
 
 def check_output_directory(out: Path) -> None:
@@ -72,7 +72,7 @@ def check_output_directory(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise RunError(f"--out must be a directory, got the file {out}", "--out", out)
     if out.is_dir() and any(out.iterdir()) and not any(out.glob("seed-*")):
-        content = "has a run" if (out / store.EXPERIMENT).exists() else "has other files"
+        content = "has a run" if (out / store.EXPERIMENT_FILE).exists() else "has other files"
         raise RunError(f"--out must be a new directory or one of a table; {out} {content}", "--out", out)
 
 
@@ -98,7 +98,7 @@ def plan_parts(out: Path, parts: Iterable[Part]) -> list[Part]:
         RunError: If the directory has runs that cannot be in one table with the parts.
     """
     parts = list(parts)
-    for path in sorted(out.glob(f"seed-*/*/{store.EXPERIMENT}")):
+    for path in sorted(out.glob(f"seed-*/*/{store.EXPERIMENT_FILE}")):
         existing = from_toml(path.read_text(encoding="utf-8"), str(path))
         for part in parts:
             table = part.experiment.name.partition("/")[0]
@@ -113,7 +113,7 @@ def _with_supplements(out: Path, part: Part) -> list[Part]:
     planned, missing = [], {variant.name: variant for variant in part.experiment.variants}
     current, number = part, 1
     while is_started(out, current):
-        path = out / current.folder / store.EXPERIMENT
+        path = out / current.folder / store.EXPERIMENT_FILE
         existing = from_toml(path.read_text(encoding="utf-8"), str(path))
         variants = tuple(missing.pop(variant.name, variant) for variant in existing.variants)
         _check_same(path.parent, _differing_fields(existing, replace(part.experiment, variants=variants)))

@@ -19,11 +19,11 @@ from fedhdp import Mechanism
 from fedhdp.errors import RunError
 from fedhdp.experiments.config import Experiment, from_toml
 from fedhdp.experiments.presets import OPTED_OUT, PRIVATE
-from fedhdp.privacy.accounting import compose, privacy_costs
+from fedhdp.privacy.accounting import compose, is_accounting_installed, privacy_costs
 from fedhdp.reproduction.extensions import EXTENSIONS, LEVEL_TABLES, Extension
 from fedhdp.reproduction.runner import MACHINE, SUPPLEMENT, Machine, incompatible_fields
 from fedhdp.results import store
-from fedhdp.results.schema import ACCOUNTING, GroupResult, Summary, VariantResult, account_groups
+from fedhdp.results.schema import GroupResult, Summary, VariantResult, account_groups
 
 GROUP_CODES = {PRIVATE: "p", OPTED_OUT: "np"}
 POOLED_CODES = {"non_private": "np", "dp_fedavg": "p"}  # the paper has one column for all clients of these
@@ -77,7 +77,7 @@ def read_runs(out: Path, table: str) -> tuple[list[FinishedRun], list[str]]:
         RunError: If a run is not of this table, or cannot be in one table with the others.
     """
     finished, unfinished, first_of_part = [], [], dict[str, Experiment]()
-    for path in sorted(out.glob(f"seed-*/*/{store.EXPERIMENT}"), key=_run_order):
+    for path in sorted(out.glob(f"seed-*/*/{store.EXPERIMENT_FILE}"), key=_run_order):
         folder = path.parent
         experiment = from_toml(path.read_text(encoding="utf-8"), str(path))
         part = folder.name.partition(SUPPLEMENT)[0]
@@ -88,11 +88,11 @@ def read_runs(out: Path, table: str) -> tuple[list[FinishedRun], list[str]]:
             if fields := incompatible_fields(experiment, other):
                 difference = f"{', '.join(fields)} differ from {other.name} of seed {other.seed}"
                 raise RunError(f"{folder} and the rest of {out} cannot be one table: {difference}", fields[0], folder)
-        if not (folder / store.SUMMARY).exists():
+        if not (folder / store.SUMMARY_FILE).exists():
             unfinished.append(f"{folder.parent.name}/{folder.name}")
             continue
         machine = store.read_value(folder / MACHINE, Machine) if (folder / MACHINE).exists() else None
-        summary = store.read_value(folder / store.SUMMARY, Summary)
+        summary = store.read_value(folder / store.SUMMARY_FILE, Summary)
         finished.append(FinishedRun(_seed_of(path), part, experiment, summary, machine))
     return finished, unfinished
 
@@ -206,14 +206,14 @@ def _variant_costs(run: FinishedRun, mechanism: Mechanism, result: VariantResult
     """The epsilons of a variant; computed here if the run had no accountant."""
     groups, spent, costs = result.groups, privacy_costs(mechanism, result.rounds), []
     poisson = privacy_costs(replace(mechanism, sampling="poisson"), result.rounds)
-    if ACCOUNTING and any(group.epsilon is None and not group.opted_out for group in groups):
+    if is_accounting_installed() and any(group.epsilon is None and not group.unprotected for group in groups):
         groups = account_groups(mechanism, lambda name: [spent[name]], run.experiment.delta_of)
     for group in groups:
-        if group.opted_out:
+        if group.unprotected:
             continue
         epsilons = (group.epsilon, group.epsilon_pld, group.epsilon_basis or "not known without dp-accounting")
         poisson_epsilons: tuple[float | None, float | None] = (None, None)
-        if ACCOUNTING and mechanism.sampling == "fixed":
+        if is_accounting_installed() and mechanism.sampling == "fixed":
             delta = run.experiment.delta_of(group.name)
             cost = poisson[group.name]
             poisson_epsilons = (compose([cost], delta), compose([cost], delta, "pld"))

@@ -18,7 +18,15 @@ from msgspec.structs import replace
 from fedhdp import AdaptiveClip, LocalTraining, ServerOptimizer
 from fedhdp.datasets import FemnistOrigin, is_available, load_arrays, load_femnist
 from fedhdp.errors import require
-from fedhdp.experiments.components import Cnn, Data, Femnist, Handwriting, Mlp, Mnist, ModelChoice
+from fedhdp.experiments.components import (
+    CnnConfig,
+    DataConfig,
+    FemnistConfig,
+    HandwritingConfig,
+    MlpConfig,
+    MnistConfig,
+    ModelConfig,
+)
 from fedhdp.experiments.config import Experiment, Variant
 from fedhdp.experiments.presets import OPTED_OUT, PAPER_TRAINING, PRIVATE
 from fedhdp.mechanism import Sampling
@@ -63,7 +71,7 @@ class DataSource(NamedTuple):
 
     about: str
     required: tuple[str, ...]  # what the data directory must have
-    build: Callable[[], Data]
+    build: Callable[[], DataConfig]
 
 
 class PaperTable(NamedTuple):
@@ -78,7 +86,7 @@ class PaperTable(NamedTuple):
     clip: float
     training: LocalTraining
     sources: dict[str, DataSource]  # the paper's data first, then substitutes from near to far
-    model: ModelChoice = Mlp()
+    model: ModelConfig = MlpConfig()
 
 
 class Options(NamedTuple):
@@ -106,27 +114,27 @@ class Part(NamedTuple):
         return f"seed-{self.seed}/{self.name}"
 
 
-def _stored_femnist(origin: FemnistOrigin, classes: Literal[10, 62], limit: int) -> Femnist:
+def _stored_femnist(origin: FemnistOrigin, classes: Literal[10, 62], limit: int) -> FemnistConfig:
     """The first clients of a stored FEMNIST, at most ``limit``."""
-    return Femnist(min(limit, load_femnist(origin, classes).num_clients), origin, classes)
+    return FemnistConfig(min(limit, load_femnist(origin, classes).num_clients), origin, classes)
 
 
 def _one_digit_sources(split: Literal["one_digit", "skewed"]) -> dict[str, DataSource]:
-    def handwriting() -> Data:
-        return Handwriting(2000, test_samples=100, split=split)
+    def handwriting() -> DataConfig:
+        return HandwritingConfig(2000, test_samples=100, split=split)
 
     return {
-        "mnist": DataSource("MNIST", ("mnist",), lambda: Mnist(2000, split=split)),
+        "mnist": DataSource("MNIST", ("mnist",), lambda: MnistConfig(2000, split=split)),
         "handwriting": DataSource("the embedded handwriting", (), handwriting),
     }
 
 
 def _by_writer_sources(classes: Literal[10, 62], clients: int, writers: DataSource) -> dict[str, DataSource]:
-    def handwriting() -> Data:
-        return Handwriting(clients, split="by_writer", classes=classes, sizes="tff")
+    def handwriting() -> DataConfig:
+        return HandwritingConfig(clients, split="by_writer", classes=classes, sizes="tff")
 
     return {
-        "tff": DataSource("TFF's federated EMNIST", ("emnist-tff",), lambda: Femnist(clients, "tff", classes)),
+        "tff": DataSource("TFF's federated EMNIST", ("emnist-tff",), lambda: FemnistConfig(clients, "tff", classes)),
         "leaf": DataSource("LEAF's FEMNIST", ("femnist-leaf",), lambda: _stored_femnist("leaf", classes, clients)),
         "writers": writers,
         "handwriting": DataSource("the embedded handwriting in the sizes of TFF's clients", (), handwriting),
@@ -134,7 +142,7 @@ def _by_writer_sources(classes: Literal[10, 62], clients: int, writers: DataSour
 
 
 MNIST_WRITERS = DataSource(
-    "MNIST by its 836 writers", ("mnist", "mnist-writers"), lambda: Mnist(836, split="by_writer")
+    "MNIST by its 836 writers", ("mnist", "mnist-writers"), lambda: MnistConfig(836, split="by_writer")
 )
 FEMNIST_WRITERS = DataSource("real writers of FEMNIST", ("femnist-330",), lambda: _stored_femnist("330", 62, 330))
 FMNIST_TRAINING = LocalTraining(epochs=50, batch_size=20, learning_rate=0.01, decay=0.9, decay_every=50)
@@ -159,7 +167,7 @@ TABLES = {
         "FEMNIST: digits and letters by their writers",
         *("femnist", 4.1, 3400, 0.03, 1.0, 2.0, FEMNIST_TRAINING),
         _by_writer_sources(62, 3400, FEMNIST_WRITERS),
-        model=Cnn(),
+        model=CnnConfig(),
     ),
 }
 
@@ -194,7 +202,7 @@ def parse_row(name: str) -> TableRow | None:
     return row if row is None or 0 <= (row.weight or 0.0) < math.inf else None
 
 
-def choose_data(sources: dict[str, DataSource], name: str) -> Data:
+def choose_data(sources: dict[str, DataSource], name: str) -> DataConfig:
     """Build the data of this name.
 
     Args:
@@ -216,10 +224,10 @@ def choose_data(sources: dict[str, DataSource], name: str) -> Data:
     return sources[name].build()
 
 
-def describe_data(table: PaperTable, data: Data) -> str:
+def describe_data(table: PaperTable, data: DataConfig) -> str:
     """What the data is, and of what it is a substitute where it is not the paper's."""
-    kinds = {Handwriting: "handwriting", Mnist: "writers" if "writers" in table.sources else "mnist"}
-    origin = {"330": "writers"}.get(data.origin, data.origin) if isinstance(data, Femnist) else kinds[type(data)]
+    kinds = {HandwritingConfig: "handwriting", MnistConfig: "writers" if "writers" in table.sources else "mnist"}
+    origin = {"330": "writers"}.get(data.origin, data.origin) if isinstance(data, FemnistConfig) else kinds[type(data)]
     about = f"{table.sources[origin].about}, {data.clients:,} clients"
     paper_origin, paper_source = next(iter(table.sources.items()))
     if origin == paper_origin and data.clients == table.clients:
@@ -227,7 +235,7 @@ def describe_data(table: PaperTable, data: Data) -> str:
     return f"{about}; a substitute for {paper_source.about}, {table.clients:,} clients, of the paper"
 
 
-def groups_of(table: PaperTable, data: Data) -> tuple[GroupConfig, GroupConfig]:
+def groups_of(table: PaperTable, data: DataConfig) -> tuple[GroupConfig, GroupConfig]:
     """The groups of a table: 5% of the clients opted out; the expected cohort is the paper's with fewer clients too."""
     rate = table.sampling_rate if data.clients == table.clients else min(1.0, round(COHORT / data.clients, 4))
     opted_out = max(1, round(OPTED_OUT_SHARE * data.clients))
@@ -250,7 +258,7 @@ def variants_of(rows: Iterable[TableRow], pulls: Iterable[float] = PULLS) -> tup
 
 
 def make_experiment(
-    name: str, part: str, data: Data, mechanism: MechanismConfig, variants: tuple[Variant, ...], **fields: object
+    name: str, part: str, data: DataConfig, mechanism: MechanismConfig, variants: tuple[Variant, ...], **fields: object
 ) -> Experiment:
     """A part of a table, with the paper's training and rounds unless ``fields`` say otherwise."""
     table = TABLES.get(name, TABLES["noniid-mnist"])
@@ -276,7 +284,12 @@ def apply_options(experiment: Experiment, options: Options) -> Experiment:
 
 
 def paper_part(
-    name: str, rows: list[TableRow], data: Data, sampling: Sampling, pulls: Iterable[float] = PULLS, **fields: object
+    name: str,
+    rows: list[TableRow],
+    data: DataConfig,
+    sampling: Sampling,
+    pulls: Iterable[float] = PULLS,
+    **fields: object,
 ) -> Experiment:
     """These rows of the paper in one experiment."""
     table = TABLES[name]

@@ -7,7 +7,6 @@ import re
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 from reproduction_runs import make_toy_parts, write_runs
 
@@ -17,6 +16,7 @@ from fedhdp.experiments.config import from_toml
 from fedhdp.reproduction import extensions, figures, render, runner
 from fedhdp.reproduction.comparison import compare
 from fedhdp.reproduction.tables import TableRow
+from fedhdp.results import store
 from fedhdp.results.schema import Summary
 
 
@@ -209,7 +209,7 @@ def test_rows_and_pulls_are_added(reproduce, toy, tmp_path, monkeypatch):
     assert after.keys() == {(name, pull) for name in names for pull in (None, 0.05, 0.25)}
     assert after[names[0], 0.05] == before[names[0], 0.05]
     # The global model of DP-FedAvg was trained once for each pull: its number is the mean of both.
-    summary = msgspec.json.decode((out / "seed-0/paper.2/summary.json").read_bytes(), type=Summary)
+    summary = store.read_value(out / "seed-0/paper.2/summary.json", Summary)
     (added,) = [100 * v.server_accuracy for v in summary.variants if v.algorithm == "dp_fedavg"]
     mean = (before[names[0], None]["acc_g"]["mean"] + added) / 2
     assert after[names[0], None]["acc_g"]["mean"] == pytest.approx(mean)

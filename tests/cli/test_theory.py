@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 import sys
 import warnings
@@ -74,10 +75,10 @@ def test_group_name_with_colons(ask):
 
 
 LIMITS = {
-    "no noise and clients alike: the global model itself": (["a:5:0", "b:5:0"], "0", [None, None], 0.1),
+    "no noise and clients alike: the global model itself": (["a:5:0", "b:5:0"], "0", [math.inf, math.inf], 0.1),
     "one client alone, private: its own estimate": (["a:1:0.5"], "0.25", [0.0], 1.75),
     "infinite noise: weight 0, the others' estimate": (["a:5:0", "b:5:inf"], "0.25", [4.0, 2.0], 0.25),
-    "infinite noise everywhere: everyone alone": (["a:5:inf", "b:5:inf"], "0.25", [0.0, 0.0], None),
+    "infinite noise everywhere: everyone alone": (["a:5:inf", "b:5:inf"], "0.25", [0.0, 0.0], math.inf),
     "noise that overflows is infinite": (["a:5:0", "b:1000:1e308"], "0.25", [4.0, 2.0], 0.25),
 }
 
@@ -88,8 +89,8 @@ def test_limits_are_valid_json(ask, groups, tau2, pulls, variance):
     code, out, err = ask("optimum", *options, "--alpha2", "1", "--tau2", tau2, "--json")
     answer = only_json(out)
     assert (code, err) == (0, "")
-    assert [group["pull_own_noise"] for group in answer["groups"]] == pytest.approx(pulls)
-    assert answer["server_variance"] == pytest.approx(variance)
+    assert [float(group["pull_own_noise"]) for group in answer["groups"]] == pytest.approx(pulls)
+    assert float(answer["server_variance"]) == pytest.approx(variance)
     assert ask("optimum", *options, "--alpha2", "1", "--tau2", tau2)[0] == 0
 
 

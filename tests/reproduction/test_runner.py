@@ -47,7 +47,7 @@ def test_incompatible_runs_are_not_compared(tmp_path):
     write_runs(tmp_path, "noniid-mnist", 2, "dp-fedavg,pld,chosen-pull")
     assert compare(tmp_path, "noniid-mnist").seeds == (0, 1)
     for folder in ("seed-1/paper", "seed-0/pld"):
-        path = tmp_path / folder / store.EXPERIMENT
+        path = tmp_path / folder / store.EXPERIMENT_FILE
         content = path.read_text()
         path.write_text(content.replace("rounds = 500", "rounds = 400"))
         with raises_field("rounds", RunError):

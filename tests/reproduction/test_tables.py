@@ -8,7 +8,7 @@ import pytest
 from helpers import raises_field
 from reproduction_runs import HANDWRITING
 
-from fedhdp.experiments.components import Femnist, Mnist
+from fedhdp.experiments.components import FemnistConfig, MnistConfig
 from fedhdp.experiments.config import from_toml, to_toml
 from fedhdp.privacy.accounting import gaussian_epsilon
 from fedhdp.reproduction import tables
@@ -79,10 +79,10 @@ def data_directory(monkeypatch):
 
 def test_data_is_the_papers_or_the_nearest(data_directory):
     data = {name: tables.choose_data(table.sources, "auto") for name, table in TABLES.items()}
-    assert data["noniid-mnist"] == Mnist(2000)
-    assert data["skewed-mnist"] == Mnist(2000, split="skewed")
-    assert data["fmnist"] == Mnist(836, split="by_writer")
-    assert data["femnist"] == Femnist(330, "330")
+    assert data["noniid-mnist"] == MnistConfig(2000)
+    assert data["skewed-mnist"] == MnistConfig(2000, split="skewed")
+    assert data["fmnist"] == MnistConfig(836, split="by_writer")
+    assert data["femnist"] == FemnistConfig(330, "330")
     assert "substitute" not in tables.describe_data(TABLES["noniid-mnist"], data["noniid-mnist"])
     for name in ("fmnist", "femnist"):
         assert "a substitute for TFF's federated EMNIST" in tables.describe_data(TABLES[name], data[name])
@@ -92,12 +92,12 @@ def test_data_is_the_papers_or_the_nearest(data_directory):
 
 def test_data_has_the_clients_that_are_stored(data_directory):
     data_directory.clients["330"] = 150
-    assert tables.choose_data(TABLES["femnist"].sources, "writers") == Femnist(150, "330")
+    assert tables.choose_data(TABLES["femnist"].sources, "writers") == FemnistConfig(150, "330")
     data_directory.names.add("femnist-leaf")
-    assert tables.choose_data(TABLES["femnist"].sources, "auto") == Femnist(3400, "leaf")
+    assert tables.choose_data(TABLES["femnist"].sources, "auto") == FemnistConfig(3400, "leaf")
     data_directory.names.add("emnist-tff")
-    assert tables.choose_data(TABLES["fmnist"].sources, "auto") == Femnist(3383, "tff", 10)
-    assert "substitute" not in tables.describe_data(TABLES["fmnist"], Femnist(3383, "tff", 10))
+    assert tables.choose_data(TABLES["fmnist"].sources, "auto") == FemnistConfig(3383, "tff", 10)
+    assert "substitute" not in tables.describe_data(TABLES["fmnist"], FemnistConfig(3383, "tff", 10))
 
 
 def test_unknown_data_is_refused():

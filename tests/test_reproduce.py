@@ -391,7 +391,7 @@ def test_rows_and_pulls_can_be_added_to_what_is_there(toy, tmp_path, monkeypatch
     before = {(line["key"]["row"], line["key"]["pull"]): line["cells"] for line in alone["lines"]}
     assert lines[names[0], 0.05] == before[names[0], 0.05]
     # The global model of DP-FedAvg was trained twice, once for each pull: its number is the mean of both.
-    second = msgspec.json.decode((out / "seed-0/paper.2/summary.json").read_bytes(), type=Summary)
+    second = results.read_value(out / "seed-0/paper.2/summary.json", Summary)
     (twice,) = [100 * v.server_accuracy for v in second.variants if v.algorithm == "dp_fedavg"]
     assert lines[names[0], None]["acc_g"]["mean"] == pytest.approx(
         (before[names[0], None]["acc_g"]["mean"] + twice) / 2
@@ -449,7 +449,7 @@ def test_without_pulls_there_are_global_models_alone(toy, tmp_path, monkeypatch,
     assert all({"acc_g", "acc_g_p"} <= line.cells.keys() for line in found.lines)
     assert not any(column.startswith("acc_l") for line in found.lines for column in line.cells)
     assert not any("λ" in handle.get_label() for handle in paper_figures._legend(found))
-    trained = msgspec.json.decode((out / "seed-0/chosen-pull/summary.json").read_bytes(), type=Summary)
+    trained = results.read_value(out / "seed-0/chosen-pull/summary.json", Summary)
     assert [variant.name for variant in trained.variants] == ["FedHDP r=0.01", "FedHDP r=0.025"]
     personal = [order for order in found.orderings if order.claim.startswith("personal models")]
     assert [order.verdict for order in personal] == ["not measured"]

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from fedhdp import server
 from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData
+from fedhdp.engine.checks import check_data
 from fedhdp.engine.devices import use_cpu_cores
 from fedhdp.engine.evaluation import Evaluation, chosen
 from fedhdp.engine.examples import make_example_store, make_gram_matrices, should_replicate
@@ -35,10 +36,10 @@ from fedhdp.engine.placement import (
     partition_evenly,
     size_classes,
 )
-from fedhdp.engine.round import Data, Engine, RoundParamsBatch, Shape
+from fedhdp.engine.round import Engine, EngineConfig, ExampleArrays, RoundParamsBatch
 from fedhdp.errors import require
 from fedhdp.mechanism import SERVER, Mechanism
-from fedhdp.models import Array, Model, Parameters, check_data
+from fedhdp.models import Array, Model, Parameters
 from fedhdp.privacy.accounting import privacy_costs
 from fedhdp.results.metrics import MetricRow, group_rows
 from fedhdp.results.schema import VariantResult, account_groups, attach_metrics
@@ -57,9 +58,9 @@ class State(NamedTuple):
 
 
 @lru_cache(maxsize=8)  # on CPUs each takes up to a thousand of the 65,530 memory maps that Linux gives a process
-def _engine(model: Model, training: LocalTraining, step: ServerOptimizer, shape: Shape) -> Engine:
+def _engine(model: Model, training: LocalTraining, step: ServerOptimizer, config: EngineConfig) -> Engine:
     """One engine for all runs that differ in numbers alone: they share a compilation."""
-    return Engine(model, training, step, shape)
+    return Engine(model, training, step, config)
 
 
 class Simulation:
@@ -101,13 +102,13 @@ class Simulation:
         sizes = size_classes(population.train, self.training.batch_size, several=model.head is not None)
         everywhere = should_replicate(population.train, partition_by_owner=self.training.personalize)
         inputs = int(np.prod(population.input_shape))
-        shape = Shape(inputs, sizes, population.train.uniform_size, everywhere, run_V, len(self.runs))
-        self.engine = _engine(model, self.training, self.step, shape)
+        config = EngineConfig(inputs, sizes, population.train.uniform_size, everywhere, run_V, len(self.runs))
+        self.engine = _engine(model, self.training, self.step, config)
         self.group_K = self.mechanism.client_group_indices
         expected = self.mechanism.expected_cohort / self.engine.devices
         steady = self.mechanism.sampling == "fixed" and (not self.training.personalize or self.engine.devices == 1)
         spare = (0 if steady else 4 * expected**0.5 + 1) + (len(sizes) - 1) * self.engine.chunk
-        self.slots = self.engine.slots(math.ceil(expected + spare))
+        self.slots = self.engine.padded_cohort_size(math.ceil(expected + spare))
         self.examples = make_example_store(self.engine, population.train, sizes[-1])
         self.gram_K = make_gram_matrices(self.engine, self.examples)
         self.store = make_personal_store(self.engine, population.clients, folder) if self.training.personalize else None
@@ -166,7 +167,7 @@ class Simulation:
         _refuse_what_is_used_up(state)
         clients = self.draw_cohort(state.round)
         count_K = self.population.train.count_K
-        if not self.engine.shape.full:  # those with most examples first, so that chunks are alike
+        if not self.engine.config.uniform_size:  # those with most examples first, so that chunks are alike
             clients = clients[np.argsort(-count_K[clients], kind="stable")]
         seats = self._seats(
             (partition_by_owner if self.training.personalize else partition_evenly)(self.engine, clients)
@@ -185,7 +186,7 @@ class Simulation:
         rates, keys = self.engine.put((rates, keys), self.engine.replicated)
         self._wait_for_round(state)
         server_state, personal, done = self.engine.round(
-            state.server, personal, Data(x_N, y_N, self.gram_K), table, self._numbers, rates, keys
+            state.server, personal, ExampleArrays(x_N, y_N, self.gram_K), table, self._numbers, rates, keys
         )
         if self.store is not None:
             personal = self.store.commit(state.personal, personal, seats)
@@ -314,14 +315,14 @@ class Simulation:
 
     def _seats(self, shares: list[np.ndarray]) -> CohortLayout:
         """Where the devices' shares of a cohort sit; a cohort is never cut short."""
-        count_K, sizes = self.population.train.count_K, self.engine.shape.sizes
+        count_K, sizes = self.population.train.count_K, self.engine.config.sizes
         while True:
-            chunk = self.engine.chunk_of(self.slots // self.engine.devices)
+            chunk = self.engine.chunk_size(self.slots // self.engine.devices)
             placed = [by_size(share, count_K, sizes, chunk) if len(sizes) > 1 else share for share in shares]
             needed = max(map(len, placed))
             if needed * self.engine.devices <= self.slots:
                 return assign_slots(placed, self.slots)
-            self.slots = self.engine.slots(needed)
+            self.slots = self.engine.padded_cohort_size(needed)
 
     def _noise_keys(self, round: int) -> list[np.ndarray]:
         """A key for each run: from a noise seed the same for all of a repeat, so that they are paired; else its own."""

@@ -269,7 +269,7 @@ def test_an_empty_round_is_just_a_round(population):
 def test_a_cohort_larger_than_expected_is_never_cut_short(population):
     simulation = Simulation(population, MODEL, CHOSEN, TRAINING, seed=3, noise_seed=7)
     expected = final(population, CHOSEN, rounds=2)[1]
-    simulation.slots = simulation.engine.slots(1)
+    simulation.slots = simulation.engine.padded_cohort_size(1)
     state = simulation.run_round(simulation.run_round(simulation.start()))
     np.testing.assert_allclose(state.server.theta_P, expected.server.theta_P, atol=1e-6)
     np.testing.assert_array_equal(state.uninitialized_K, expected.uninitialized_K)

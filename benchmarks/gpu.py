@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData, examples
-from fedhdp.datasets.tff_sizes import tff_sizes
+from fedhdp.datasets import tff_client_sizes
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, cnn, mlp
 from fedhdp.simulation import Simulation
@@ -51,8 +51,11 @@ def seconds(
     profile: bool = False,
 ) -> tuple[float, float]:
     """Seconds to compile and play the first rounds, and seconds for the rounds after; a profile is of one round more."""
-    few = population.clients // 20
-    groups = (PrivacyGroup("open", few, 0.0, rate), PrivacyGroup("private", population.clients - few, 1.0, rate, 0.01))
+    few = population.num_clients // 20
+    groups = (
+        PrivacyGroup("open", few, 0.0, rate),
+        PrivacyGroup("private", population.num_clients - few, 1.0, rate, 0.01),
+    )
     mechanism = Mechanism(groups, AdaptiveClip(0.5), sampling="fixed")
     several = [
         replace(mechanism, groups=tuple(replace(g, weight=g.weight / (1 + r), pull=pull) for g in groups))
@@ -61,17 +64,17 @@ def seconds(
     ]
     simulation = Simulation(population, model, several, training)
     begun = time.monotonic()
-    state = simulation.run_round(simulation.run_round(simulation.start()))
-    state.server.clip.block_until_ready()
+    simulation.run(2)
+    simulation.wait()
     compiled = time.monotonic()
-    for _ in range(rounds):
-        state = simulation.run_round(state)
-    state.server.clip.block_until_ready()
+    simulation.run(2 + rounds)
+    simulation.wait()
     ended = time.monotonic()
     if profile:
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
-                simulation.run_round(state).server.clip.block_until_ready()
+                simulation.run_round()
+                simulation.wait()
             print_kernels(Path(folder))
     return compiled - begun, ended - compiled
 
@@ -95,7 +98,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="where a round of FEMNIST's shape spends its time")
     given = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-    slower, sizes_K = LocalTraining(learning_rate=0.02), tff_sizes(62, seed=0)[0]
+    slower, sizes_K = LocalTraining(learning_rate=0.02), tff_client_sizes(62, seed=0)[0]
     works = {
         "non-IID MNIST": (noise_images(np.full(2000, 30), 10), mlp(), LocalTraining(), 0.05, 500),
         "FEMNIST": (noise_images(np.full(3400, 200), 62), cnn(), slower, 0.03, 20),

@@ -25,23 +25,22 @@ SAMPLES = 30
 
 def measure(clients: int, cohort: int, rounds: int, data: str, personal: bool) -> dict:
     """Seconds of each round, and the peak memory of this process."""
-    import jax
     import numpy as np
 
     from fedhdp.client import LocalTraining
     from fedhdp.data import Examples, FederatedData
-    from fedhdp.datasets.handwriting import OnDemand, client_examples, handwriting, server_examples
+    from fedhdp.datasets.handwriting import StreamedHandwriting, client_examples, make_handwriting, server_examples
     from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
     from fedhdp.models import mlp
     from fedhdp.simulation import Simulation
 
     count_K = np.full(clients, SAMPLES, np.int32)
     if data == "pool":
-        pool = handwriting(1000, SAMPLES, 1, 1000)
+        pool = make_handwriting(1000, SAMPLES, 1, 1000)
         start_K = np.arange(clients) % 1000 * SAMPLES
-        train: Examples | OnDemand = Examples(pool.train.x_N, pool.train.y_N, start_K, count_K)  # type: ignore[attr-defined]
+        train: Examples | StreamedHandwriting = Examples(pool.train.x_N, pool.train.y_N, start_K, count_K)  # type: ignore[attr-defined]
     else:
-        train = OnDemand(count_K, client_examples)
+        train = StreamedHandwriting(count_K, client_examples)
     tested_K = np.where(np.arange(clients) % (clients // 1000) == 0, 10, 0)
     from fedhdp.data import examples
 
@@ -51,16 +50,12 @@ def measure(clients: int, cohort: int, rounds: int, data: str, personal: bool) -
     groups = (PrivacyGroup("opted out", public, 0.0, rate), PrivacyGroup("private", clients - public, 1.5, rate, 0.01))
     training = LocalTraining(personalize=personal)
     simulation = Simulation(population, mlp(), Mechanism(groups, AdaptiveClip(0.5), sampling="fixed"), training)
-    state, ends = simulation.run_round(simulation.start()), []
-    for _ in range(rounds + 2):  # as a run plays them: the next one is prepared while a round is under way
-        under_way = state.done
-        state = simulation.run_round(state)
-        under_way.block_until_ready()
-        ends.append(time.perf_counter())
-    jax.block_until_ready(state.server)
-    seconds = [end - before for before, end in itertools.pairwise(ends[1:])]
+    ends: list[float] = []
+    simulation.run(rounds + 3, after_round=lambda _: ends.append(time.perf_counter()))
+    simulation.wait()
+    seconds = [end - before for before, end in itertools.pairwise(ends[2:])]
     began = time.perf_counter()
-    rows = simulation.evaluate(state)[0]
+    rows = simulation.evaluate()[0]
     return {
         "seconds": seconds,
         "evaluation": time.perf_counter() - began,

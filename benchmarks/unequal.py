@@ -10,6 +10,7 @@ several n, and straight lines between them. The same training as the paper's FMN
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 
@@ -17,9 +18,7 @@ import numpy as np
 
 from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData, examples
-from fedhdp.datasets.handwriting import handwriting
-from fedhdp.datasets.mnist import mnist
-from fedhdp.datasets.tff_sizes import tff_sizes
+from fedhdp.datasets import load_mnist, make_handwriting, tff_client_sizes
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import mlp
 from fedhdp.simulation import Simulation
@@ -30,15 +29,16 @@ TRAINING = LocalTraining(50, 20, 0.01)
 
 def seconds(population: FederatedData, rounds: int) -> float:
     """Seconds of a round with a cohort of a hundred."""
-    group = PrivacyGroup("all", population.clients, 1.0, COHORT / population.clients)
+    group = PrivacyGroup("all", population.num_clients, 1.0, COHORT / population.num_clients)
     simulation = Simulation(population, mlp(), Mechanism((group,), AdaptiveClip(0.5), sampling="fixed"), TRAINING)
-    state, took = simulation.start(), []
-    for number in range(rounds + 2):
-        began = time.perf_counter()
-        state = simulation.run_round(state)
-        state.done.block_until_ready()
-        took += [time.perf_counter() - began] if number >= 2 else []
-    return statistics.median(took)
+    ends = []
+
+    def record(simulation: Simulation) -> None:
+        simulation.wait()
+        ends.append(time.perf_counter())
+
+    simulation.run(rounds + 2, after_round=record)
+    return statistics.median(end - start for start, end in itertools.pairwise(ends[1:]))
 
 
 def alike(size: int) -> FederatedData:
@@ -57,10 +57,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     given = parser.parse_args()
     if given.data == "writers":
-        population = mnist("by_writer")
+        population = load_mnist("by_writer")
     else:
-        sizes, _ = tff_sizes(10, 0)
-        population = handwriting(1000, split="by_writer", sizes=sizes[:1000].tolist(), test_samples=1, server_test=10)
+        sizes, _ = tff_client_sizes(10, 0)
+        population = make_handwriting(
+            1000, split="by_writer", sizes=sizes[:1000].tolist(), test_samples=1, server_test=10
+        )
     count_K = population.train.count_K
     grid = np.unique(np.linspace(count_K.min(), count_K.max(), 7).astype(int))
     each = [seconds(alike(int(size)), given.rounds) / COHORT for size in grid]
@@ -69,7 +71,7 @@ def main() -> None:
     ideal = COHORT * float(np.mean(np.interp(count_K, grid, each)))
     really = seconds(population, given.rounds)
     spread = np.quantile(count_K, [0, 0.25, 0.5, 0.75, 1]).astype(int).tolist()
-    print(f"{population.clients} clients of {spread} examples (quartiles): {1000 * really:.0f} ms a round,")
+    print(f"{population.num_clients} clients of {spread} examples (quartiles): {1000 * really:.0f} ms a round,")
     print(
         f"ideally {1000 * ideal:.0f} ms: {really / ideal:.2f} times the ideal; all at the size of the largest it would be"
     )

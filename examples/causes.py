@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from fedhdp.algorithms import dp_fedavg, non_private
 from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData
-from fedhdp.datasets.mnist import mnist
+from fedhdp.datasets import load_mnist
 from fedhdp.engine.round import RoundParamsBatch
 from fedhdp.mechanism import SERVER, AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, mlp
@@ -54,16 +54,16 @@ class UniformCohorts(Simulation):
 
     def draw_cohort(self, round: int) -> np.ndarray:
         """Who is asked; the round's numbers follow who came."""
-        count = int(self.mechanism.expected_cohort)
-        drawn = np.random.default_rng([self.seed, 100, round]).choice(self.population.clients, count, replace=False)
+        count = int(self.mechanism.expected_cohort_size())
+        drawn = np.random.default_rng([self.seed, 100, round]).choice(self.data.num_clients, count, replace=False)
         came_G = np.bincount(self.group_K[drawn], minlength=len(self.mechanism.groups))
         terms = [
             run.round_params._replace(expected_weight=np.float32(run.round_params.weight_G @ came_G))
-            for _, run in self.runs
+            for run in self.runs
         ]
         terms_R = jax.tree.map(lambda *each: np.stack(each), *terms)
         no_pulls = np.zeros((0, len(came_G)), np.float32)
-        self._numbers = self.engine.put(RoundParamsBatch(terms_R, no_pulls), self.engine.replicated)
+        self._round_params = self.engine.put(RoundParamsBatch(terms_R, no_pulls), self.engine.replicated)
         return np.sort(drawn)
 
 
@@ -131,18 +131,14 @@ def mechanism(weight: float, choice: Choice) -> Mechanism:
 def accuracies(choice: Choice, seed: int, skewed: bool, rounds: int) -> np.ndarray:
     """The four columns for one seed, evaluation by evaluation."""
     split = ("skewed", 2000, 100) if skewed else ("one_digit", 2000, 0)
-    population = choice.change(mnist(*split, choice.samples, 2, seed))  # type: ignore[arg-type]
+    population = choice.change(load_mnist(*split, choice.samples, 2, seed))  # type: ignore[arg-type]
     several = [non_private(mechanism(1.0, choice)), dp_fedavg(mechanism(1.0, choice))]
     several += [mechanism(0.025, choice), mechanism(0.1, choice)]
     simulation = choice.simulation(population, choice.model(), several, choice.training, seed=seed)
-    state, found = simulation.start(), []
-    while state.round < rounds:
-        state = simulation.run_round(state)
-        if state.round % 20 == 0 or state.round == rounds:
-            rows = simulation.evaluate(state)
-            on_server = (SERVER, "global", "accuracy")
-            found.append([100 * next(row.value for row in one if row[1:4] == on_server) for one in rows])
-    return np.array(found)
+    simulation.run(rounds, evaluate_every=20)
+    on_server = (SERVER, "global", "accuracy")
+    columns = [[100 * row.value for row in rows if row[1:4] == on_server] for rows in simulation.histories]
+    return np.transpose(columns)
 
 
 READ = {

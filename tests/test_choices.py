@@ -13,7 +13,6 @@ from fedhdp.errors import LedgerError
 from fedhdp.experiments.components import PythonData, PythonModel
 from fedhdp.experiments.config import Experiment, find, from_toml, to_toml
 from fedhdp.experiments.runner import Interrupted, Progress, resume, run
-from fedhdp.privacy.accounting import within_budget
 from fedhdp.privacy.ledger import Ledger
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -96,8 +95,8 @@ def test_a_ledger_knows_the_population_by_its_file_and_not_by_where_it_lies(own,
     for name in ("coins.py", "dice.py"):
         (tmp_path / "moved" / name).write_text(CODE + "# edited\n")
     run(replace(paying, data=PythonData(20, file=str(tmp_path / "moved/coins.py"))), tmp_path / "two", onwards)
-    with Ledger(tmp_path / "ledger.db", within_budget, read_only=True) as ledger:
-        assert sum(rounds for *_, rounds in ledger.spent("private")) == 2
+    with Ledger(tmp_path / "ledger.db", read_only=True) as ledger:
+        assert sum(rounds for *_, rounds in ledger.costs("private")) == 2
     other = replace(paying, data=PythonData(20, file=str(tmp_path / "moved/dice.py")))
     with pytest.raises(LedgerError, match=r"those of python \(clients 20, file coins.py\), seed 1, not of .* dice.py"):
         run(other, tmp_path / "three", onwards)
@@ -116,7 +115,7 @@ def test_a_ledger_knows_the_population_by_its_file_and_not_by_where_it_lies(own,
         ("return Population", "return print", r"coins.py, line 10: TypeError: .*'classes'"),
         ("return Model(", "return (", r"what model\(\) of .*coins.py returns must be a Model, got 'tuple'"),
         ("np.full(20, 6)", "np.full(40, 3)", r"data.clients must be 40, as .*coins.py has, got 20"),
-        ("x @ w", "x @ w.T", r"the model cannot predict with float32\[2, 3\]: TypeError: dot_general"),
+        ("x @ w", "x @ w.T", r"the model's apply failed with float32\[2, 3\]: TypeError: dot_general"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said_with_its_place_and_nothing_is_begun(own, tmp_path, old, new, said):

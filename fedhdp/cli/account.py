@@ -107,8 +107,9 @@ def _answer(
 ) -> dict[str, Any]:
     """An epsilon, or the noise for one, with all that it rests on; infinity stands for an opted-out client's epsilon."""
     from fedhdp.errors import require
+    from fedhdp.mechanism import SENSITIVITY
     from fedhdp.privacy import accounting
-    from fedhdp.privacy.accounting import SENSITIVITY, compose, epsilon_best_of, gaussian_cost
+    from fedhdp.privacy.accounting import compose, epsilon_best_of, gaussian_cost
     from fedhdp.privacy.calibration import min_noise_multiplier, noise_multiplier_for
     from fedhdp.privacy.tuning import format_trials
 
@@ -160,14 +161,14 @@ def _found(name: str, rounds: int | None, delta: float | None) -> Experiment:
 
 def _levels(app: str, rounds: int | None, delta: float | None) -> dict[str, Any]:
     """Each level of a deployment: what it is promised, and what that costs a client of it over all rounds."""
-    from fedhdp.flower.config import from_app
+    from fedhdp.flower.config import Deployment
     from fedhdp.privacy.accounting import ADJACENCY, gaussian_epsilon
 
-    offered = from_app(Path(app), **_given(rounds, delta))
+    offered = Deployment.from_app(Path(app), **_given(rounds, delta))
     mechanism = offered.mechanism(dict.fromkeys(offered.levels, 1))
     promised, sampling = {group.name: group for group in mechanism.groups}, mechanism.sampling
     levels = []
-    for name in offered.strictness:
+    for name in offered.levels_by_strictness:
         asked = (promised[name].noise_multiplier, promised[name].sampling_rate, offered.rounds, offered.delta_of(name))
         budget = offered.budgets.get(name)
         levels.append(
@@ -193,7 +194,7 @@ def _priced(experiment: Experiment, tuning: tuple[float, float] | None) -> dict[
     from fedhdp.privacy.tuning import format_trials, tuning_reports
 
     rounds, alike = experiment.rounds, {}  # type: ignore[var-annotated]
-    chosen = experiment.mechanism.mechanism(rounds, experiment.delta)
+    chosen = experiment.mechanism.build(rounds, experiment.delta)
     for variant in experiment.variants:
         mechanism = variant.mechanism(chosen)
         alike.setdefault(tuple(privacy_costs(mechanism).items()), []).append((variant.name, mechanism))
@@ -232,7 +233,7 @@ def _priced(experiment: Experiment, tuning: tuple[float, float] | None) -> dict[
         priced.append({"variants": [name for name, _ in variants], "groups": groups})
     said = {"experiment": experiment.name, "tuning": format_trials(*tuning) if tuning else None}
     return said | {
-        "leaves_out": experiment.when_spent == "leave_out" and bool(experiment.budgets),
+        "leaves_out": experiment.on_budget_exhausted == "drop_group" and bool(experiment.budgets),
         "mechanisms": priced,
     }
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedhdp.data import Examples, FederatedData
-from fedhdp.errors import DataError, ModelError
+from fedhdp.errors import DataError, FedHDPError, ModelError
 from fedhdp.models import Array, Model, cross_entropy
 
 
@@ -26,8 +26,8 @@ def check_data(data: FederatedData, model: Model) -> None:
         ModelError: If the model cannot be initialized, applied or scored on such examples.
     """
     for field, part in (("test", data.test), ("validation", data.validation)):
-        if part is not None and len(part.count_K) != data.clients:
-            _refuse_data(field, len(part.count_K), f"the examples of {data.clients} clients, as train")
+        if part is not None and len(part.count_K) != data.num_clients:
+            _refuse_data(field, len(part.count_K), f"the examples of {data.num_clients} clients, as train")
     parts = [part for part in (data.train, data.test) if isinstance(part, Examples)]
     for part in parts:
         shape, dtype = part.x_N.shape[1:], part.x_N.dtype
@@ -37,9 +37,15 @@ def check_data(data: FederatedData, model: Model) -> None:
             _refuse_data(
                 "inputs", str(dtype), f"bytes (read as 0 to 1) where the server's are ({data.server_x_N.dtype})"
             )
-    outputs = _check_model(data, model)
-    if model.loss is cross_entropy:
-        _check_labels([data.server_y_N, *(part.y_N for part in parts)], outputs.shape[-1])
+    labels = [data.server_y_N, *(part.y_N for part in parts)] if model.loss is cross_entropy else []
+    for y_N in labels:
+        if y_N.dtype.kind not in "iub":
+            _refuse_data("labels", str(y_N.dtype), "integers where the loss is cross_entropy")
+    classes = _check_model(data, model).shape[-1]
+    for y_N in labels:
+        if len(y_N) and not 0 <= int(np.min(y_N)) <= int(np.max(y_N)) < classes:
+            limits = (int(np.min(y_N)), int(np.max(y_N)))
+            _refuse_data("labels", limits, f"between 0 and {classes - 1}, as the model has {classes} outputs")
 
 
 def _check_model(data: FederatedData, model: Model) -> Any:
@@ -63,19 +69,12 @@ def _shape(field: str, function: Callable[..., Array], *arguments: Any) -> Any:
     """The shape of what a function of a model returns."""
     try:
         return jax.eval_shape(function, *arguments)
+    except FedHDPError:
+        raise
     except (TypeError, ValueError, IndexError, KeyError) as error:
         shapes = " and ".join(f"{argument.dtype}{list(argument.shape)}" for argument in arguments)
         message = f"the model's {field} failed with {shapes}: {type(error).__name__}: {error}"
         raise ModelError(message, field, shapes) from error
-
-
-def _check_labels(labels: list[np.ndarray], classes: int) -> None:
-    for y_N in labels:
-        if y_N.dtype.kind not in "iub":
-            _refuse_data("labels", str(y_N.dtype), "integers where the loss is cross_entropy")
-        if len(y_N) and not 0 <= int(np.min(y_N)) <= int(np.max(y_N)) < classes:
-            limits = (int(np.min(y_N)), int(np.max(y_N)))
-            _refuse_data("labels", limits, f"between 0 and {classes - 1}, as the model has {classes} outputs")
 
 
 def _refuse_data(field: str, value: object, rule: str) -> None:

@@ -32,7 +32,7 @@ from fedhdp.engine.chunk import Clients, client_updates
 from fedhdp.engine.low_rank import gram, parametrize
 from fedhdp.mechanism import RoundParams
 from fedhdp.models import Array, Model, Parameters, use_conv_relu_pool
-from fedhdp.server import ServerOptimizer, ServerState, Sums, Updates, clip_and_sum, finish_round
+from fedhdp.server import Optimizer, ServerState, Sums, Updates, clip_and_sum, finish_round
 
 AXIS = "clients"
 BY_CLIENT, REPLICATED = PartitionSpec(AXIS), PartitionSpec()
@@ -96,7 +96,7 @@ class Engine:
         config: The layout of the data and the number of models.
     """
 
-    def __init__(self, model: Model, training: LocalTraining, server: ServerOptimizer, config: EngineConfig):
+    def __init__(self, model: Model, training: LocalTraining, server: Optimizer, config: EngineConfig):
         self.model, self.training, self.server, self.config = model, training, server, config
         self.run_V = np.array(config.run_V, int)
         self.mesh = Mesh(np.array(jax.devices()), (AXIS,))

@@ -9,7 +9,7 @@ is looked for, the mean of everybody's clipped updates, is at most one clip long
     imbalance    sqrt(sum_j N_j r_j^2 / (sum_j N_j r_j)^2 - 1 / N)    who is hardly heard
 
 The weights are those of least error, all three together: the theory's, with sigma_c^2 = q + q^2 T and noise d z_j^2.
-Derivation and limits: docs/privacy.md. Axis letters: G groups.
+Derivation and limits: docs/how-to/plan.md. Axis letters: G groups.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def with_optimal_weights(mechanism: Mechanism, rounds: int, parameters: int) -> 
 
 def _problem(mechanism: Mechanism, rounds: int, parameters: int) -> linear_regression.Problem:
     """All rounds as the theory's problem, in squared clips over T: a client spreads by q + q^2 T, the noise by d z^2."""
-    rate = mechanism.expected_cohort / mechanism.clients
+    rate = mechanism.expected_cohort_size() / mechanism.clients
     owed = ((g, parameters * mechanism.update_noise_multiplier(g) ** 2) for g in mechanism.groups)
     levels = tuple(linear_regression.Level(g.name, g.clients, noise / g.clients**2) for g, noise in owed)
     return linear_regression.Problem(levels, alpha2=rate, tau2=rate**2 * rounds)

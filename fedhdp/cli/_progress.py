@@ -22,7 +22,7 @@ from rich.progress import Progress as Bars
 from fedhdp.cli._output import error_console
 
 if TYPE_CHECKING:
-    from fedhdp.experiments.runner import Progress
+    from fedhdp.experiments.batch import Progress
 
 LINE_SECONDS = 10.0  # between plain lines
 NOTE_SECONDS = 0.5  # between notes in a terminal, since epsilons take time to compute

@@ -17,8 +17,8 @@ from fedhdp.cli._output import console, error_console, in_short, print_json, pri
 from fedhdp.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fedhdp.experiments.batch import Watch
     from fedhdp.experiments.config import Experiment
-    from fedhdp.experiments.runner import Watch
     from fedhdp.results import Summary
 
 TABLE_WIDTH = 200  # where standard output is no terminal

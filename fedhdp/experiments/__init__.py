@@ -1,19 +1,11 @@
-"""Experiments: values that say what to run, the built-in ones by name, and how one is run into a directory."""
+"""Experiments: values to run, the built-in ones by name, and the runner that writes results to a directory."""
 
 from __future__ import annotations
 
+from fedhdp.experiments.batch import Interrupted, Progress, Watch
 from fedhdp.experiments.config import Experiment, Variant, find, from_toml, to_toml
 from fedhdp.experiments.presets import EXPERIMENTS, plan_experiment
-from fedhdp.experiments.runner import (
-    Interrupted,
-    Progress,
-    Watch,
-    read_experiment,
-    resume,
-    run,
-    run_or_resume,
-    with_seeds,
-)
+from fedhdp.experiments.runner import read_experiment, resume, run, run_or_resume, with_seeds
 
 __all__ = [
     "EXPERIMENTS",

@@ -54,7 +54,7 @@ def quickstart() -> Experiment:
 
 
 def skewed() -> Experiment:
-    """The same where all who opted out hold the digit 7, so that private clients must be heard."""
+    """As quickstart, but opted-out clients hold only the digit 7, so private updates matter more."""
     weight = 0.1
     return Experiment(
         name="skewed",
@@ -68,7 +68,7 @@ def skewed() -> Experiment:
 
 
 def by_writer() -> Experiment:
-    """Clients are writers who hold all digits in their own hand, at the noise of the paper's FMNIST: personal models pay."""
+    """Clients are writers with all digits, at the noise of the paper's FMNIST, where personal models help."""
     weight = 0.025
     return Experiment(
         name="by-writer",

@@ -43,9 +43,7 @@ class GroupResult(msgspec.Struct, forbid_unknown_fields=True):
     personal_variance: float | None = None
     personal_worst_decile: float | None = None
     average_accuracy: float | None = None
-    chosen_accuracy: float | None = (
-        None  # personal models, with the pull that scored best on each client's held-out data
-    )
+    chosen_accuracy: float | None = None  # with the pull that scored best on each client's held-out data
     chosen_variance: float | None = None
     rounds: int = 0  # in which its clients could be sampled
     epsilon: float | None = None  # by Renyi accounting

@@ -23,7 +23,8 @@ from task import LEVELS, MODEL  # noqa: E402
 
 from fedhdp.client import LocalTraining  # noqa: E402
 from fedhdp.datasets.handwriting import handwriting  # noqa: E402
-from fedhdp.flower.config import Deployment, Level  # noqa: E402
+from fedhdp.flower.config import Deployment  # noqa: E402
+from fedhdp.privacy.calibration import PrivacyLevel  # noqa: E402
 from fedhdp.results.store import VariantDirectory  # noqa: E402
 from fedhdp.simulation import Simulation, simulate  # noqa: E402
 
@@ -58,9 +59,9 @@ def own(clients: int, rounds: int) -> tuple[float, float]:
     """The same of the project's own simulator."""
     counts = {name: sum(LEVELS[k % len(LEVELS)] == name for k in range(clients)) for name in dict.fromkeys(LEVELS)}
     levels = {
-        "open": Level(RATE, epsilon=float("inf")),
-        "relaxed": Level(RATE, epsilon=8.0, weight=0.003, pull=0.1),
-        "strict": Level(RATE, epsilon=2.0, weight=0.001),
+        "open": PrivacyLevel(sampling_rate=RATE, epsilon=float("inf")),
+        "relaxed": PrivacyLevel(sampling_rate=RATE, epsilon=8.0, weight=0.003, pull=0.1),
+        "strict": PrivacyLevel(sampling_rate=RATE, epsilon=2.0, weight=0.001),
     }
     mechanism = Deployment("-", "-", rounds, levels, clip=2.0).mechanism(counts)
     start, ends = time.monotonic(), list[float]()

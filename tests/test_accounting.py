@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import msgspec
-import numpy as np
 import pytest
 from helpers import mechanism_of
 from hypothesis import given, settings
@@ -18,7 +17,6 @@ from fedhdp.privacy import accounting
 from fedhdp.privacy.accounting import (
     PrivacyCost,
     compose,
-    curve,
     epsilon,
     epsilon_best_of,
     epsilon_reports,
@@ -28,6 +26,7 @@ from fedhdp.privacy.accounting import (
     privacy_costs,
 )
 from fedhdp.privacy.calibration import calibrate, noise_multiplier_for
+from fedhdp.privacy.ledger import Budget
 from fedhdp.privacy.tuning import tuning_reports
 
 
@@ -203,14 +202,6 @@ def test_the_noise_for_an_epsilon_is_the_inverse_of_the_epsilon_for_a_noise():
     assert noise_multiplier_for(math.inf, 0.05, 500, 1e-4) == 0
 
 
-def test_a_curve_grows_and_ends_at_the_epsilon_of_all_rounds():
-    for accountant in ("rdp", "pld"):
-        points = curve(1.5, 0.05, 500, 1e-4, accountant, points=5)
-        assert [after for after, _ in points] == [100, 200, 300, 400, 500]
-        assert np.all(np.diff([cost for _, cost in points]) > 0)
-        assert points[-1][1] == gaussian_epsilon(1.5, 0.05, 500, 1e-4, accountant)
-
-
 def test_runs_compose_to_more_than_each_and_less_than_their_sum():
     first, second = PrivacyCost(1.5, 0.05, "poisson", 300), PrivacyCost(3.0, 0.1, "poisson", 200)
     for accountant in ("rdp", "pld"):
@@ -235,11 +226,11 @@ def test_fixed_cohorts_have_no_pld_price_and_a_table_says_none():
 
 def test_rounds_left_are_those_that_fit_and_not_one_more():
     once, before = PrivacyCost(1.5, 0.05, "poisson"), [PrivacyCost(2.0, 0.1, "poisson", 50)]
-    left = accounting.rounds_left(before, once, 4.0, 1e-5)
+    left = accounting.rounds_left(before, once, Budget(4.0, 1e-5))
     assert compose([*before, once._replace(rounds=left)], 1e-5) <= 4.0
     assert compose([*before, once._replace(rounds=left + 1)], 1e-5) > 4.0
-    assert accounting.rounds_left(before, once, 0.1, 1e-5) == 0
-    assert accounting.rounds_left(before, PrivacyCost(math.inf, 0.05, "poisson"), 0.1, 1e-5) == math.inf
+    assert accounting.rounds_left(before, once, Budget(0.1, 1e-5)) == 0
+    assert accounting.rounds_left(before, PrivacyCost(math.inf, 0.05, "poisson"), Budget(0.1, 1e-5)) == math.inf
 
 
 def test_every_price_is_printed_with_all_that_it_rests_on():
@@ -315,7 +306,7 @@ def test_next_to_no_noise_is_priced_as_none_and_extremes_are_numbers():
 
 def test_importing_accounting_imports_neither_jax_nor_the_slow_library():
     code = (
-        "import sys, fedhdp.accounting, fedhdp.calibration, fedhdp.ledger, fedhdp.plan, fedhdp.tuning\n"
+        "import sys, fedhdp.privacy.budget, fedhdp.privacy.tuning, fedhdp.theory.planning\n"
         "print([m for m in ('jax', 'dp_accounting') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
@@ -346,7 +337,7 @@ def test_the_best_of_some_runs_never_costs_less_than_one(rounds):
 def test_noise_that_nothing_can_be_shown_to_keep_is_not_looked_for_for_ever():
     with pytest.raises(ValueError, match="epsilon must be larger: no noise can be shown to keep this one"):
         noise_multiplier_for(0.001, 0.01, 100, 1e-9)
-    with pytest.raises(ValueError, match="rounds must be at most 100,000 where noise is looked for by PLD"):
+    with pytest.raises(ValueError, match="rounds must be at most 100,000 where noise is calibrated by PLD"):
         noise_multiplier_for(1.0, 0.01, 10**9, 1e-5, "pld")
 
 
@@ -359,8 +350,8 @@ def test_a_sampling_rate_is_never_priced_as_less():
 def test_a_budget_is_kept_to_the_last_digit():
     spent = [accounting.PrivacyCost(1.3, 0.1, "poisson", 7)]
     cost = compose(spent, 1e-5)
-    assert accounting.within_budget(spent, cost, 1e-5)
-    assert not accounting.within_budget(spent, cost * (1 - 1e-9), 1e-5)
+    assert accounting.within_budget(spent, Budget(cost, 1e-5))
+    assert not accounting.within_budget(spent, Budget(cost * (1 - 1e-9), 1e-5))
 
 
 def test_what_sends_nothing_costs_nothing_whatever_the_clip():

@@ -13,7 +13,6 @@ from fedhdp.errors import LedgerError
 from fedhdp.experiments.components import PythonData, PythonModel
 from fedhdp.experiments.config import Experiment, find, from_toml, to_toml
 from fedhdp.experiments.runner import Interrupted, Progress, resume, run
-from fedhdp.privacy.accounting import within_budget
 from fedhdp.privacy.ledger import Ledger
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -96,8 +95,8 @@ def test_a_ledger_knows_the_population_by_its_file_and_not_by_where_it_lies(own,
     for name in ("coins.py", "dice.py"):
         (tmp_path / "moved" / name).write_text(CODE + "# edited\n")
     run(replace(paying, data=PythonData(20, file=str(tmp_path / "moved/coins.py"))), tmp_path / "two", onwards)
-    with Ledger(tmp_path / "ledger.db", within_budget, read_only=True) as ledger:
-        assert sum(rounds for *_, rounds in ledger.spent("private")) == 2
+    with Ledger(tmp_path / "ledger.db", read_only=True) as ledger:
+        assert sum(rounds for *_, rounds in ledger.costs("private")) == 2
     other = replace(paying, data=PythonData(20, file=str(tmp_path / "moved/dice.py")))
     with pytest.raises(LedgerError, match=r"those of python \(clients 20, file coins.py\), seed 1, not of .* dice.py"):
         run(other, tmp_path / "three", onwards)

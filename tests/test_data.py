@@ -34,7 +34,6 @@ from fedhdp.datasets.tff_sizes import tff_sizes
 from fedhdp.experiments import EXPERIMENTS
 from fedhdp.experiments.components import Femnist, Handwriting, Mnist
 from fedhdp.experiments.config import from_toml, to_toml
-from fedhdp.privacy.accounting import within_budget
 from fedhdp.privacy.ledger import Ledger
 
 RNG = np.random.default_rng(0)
@@ -142,7 +141,7 @@ def test_an_idx_file_that_is_short_or_wrong_is_refused_in_one_line_that_names_it
 
 
 def test_a_ledger_is_not_taken_for_data(tmp_path):
-    with Ledger(tmp_path / "population.ledger", within_budget):
+    with Ledger(tmp_path / "population.ledger"):
         pass
     with pytest.raises(ValueError, match="is no file of a known source"):
         import_files([tmp_path / "population.ledger"], quiet, tmp_path / "data")
@@ -867,7 +866,7 @@ def test_an_experiment_loads_its_data_from_the_directory():
     groups = tuple(
         msgspec.structs.replace(group, clients=count) for group, count in zip(quickstart.mechanism.groups, (5, 55))
     )
-    mechanism = msgspec.structs.replace(quickstart.mechanism, groups=groups)._at([0.0, 1.0])
+    mechanism = msgspec.structs.replace(quickstart.mechanism, groups=groups).uncalibrated()
     population = Mnist(60, 10, 5, "skewed").load(mechanism, seed=1)
     assert (population.train.y_N[:50] == 7).all()
     with pytest.raises(ValueError, match="emnist-tff is not in the data directory"):

@@ -23,12 +23,12 @@ from rich.console import Console
 from fedhdp.cli.run import _print_table
 from fedhdp.errors import LedgerError
 from fedhdp.experiments import EXPERIMENTS
-from fedhdp.experiments.config import Experiment, LifetimeBudget, from_toml, to_toml
+from fedhdp.experiments.config import Experiment, from_toml, to_toml
 from fedhdp.experiments.runner import Interrupted, Progress, resume, run
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.privacy import accounting
-from fedhdp.privacy.accounting import compose, gaussian_epsilon, privacy_costs, rounds_left, within_budget
-from fedhdp.privacy.ledger import Ledger
+from fedhdp.privacy.accounting import compose, gaussian_epsilon, privacy_costs, rounds_left
+from fedhdp.privacy.ledger import Budget, Ledger
 from fedhdp.results import schema as outcome
 from fedhdp.results import store as results
 from fedhdp.results import tables
@@ -162,7 +162,7 @@ def test_an_epsilon_is_told_at_its_groups_own_delta(tmp_path):
     mechanism = replace(tiny().mechanism, groups=(open_, replace(private, delta=1e-6)))
     experiment = tiny(mechanism=mechanism, rounds=2, variants=tiny().variants[1:])
     group = run(experiment, tmp_path / "run", onwards).variants[0].groups[1]
-    spent = privacy_costs(mechanism.mechanism(2, experiment.delta), 2)["private"]
+    spent = privacy_costs(mechanism.build(2, experiment.delta), 2)["private"]
     assert group.delta == 1e-6
     assert group.epsilon == pytest.approx(compose([spent], 1e-6))
     assert group.epsilon_pld == pytest.approx(compose([spent], 1e-6, "pld"))
@@ -173,7 +173,7 @@ def test_what_a_watcher_is_told_is_what_the_rounds_so_far_have_cost(tmp_path):
     experiment = tiny(variants=tiny().variants[1:], evaluate_every=5)
     told = {}
     run(experiment, tmp_path / "run", lambda progress: told.update({progress.round: progress.epsilon()}) or True)
-    mechanism = experiment.mechanism.mechanism(experiment.rounds, experiment.delta)
+    mechanism = experiment.mechanism.build(experiment.rounds, experiment.delta)
     mechanism = experiment.variants[0].mechanism(mechanism)
     assert told.pop(0) == {}
     assert list(told) == list(range(1, 13))
@@ -281,7 +281,7 @@ def test_every_round_is_charged_before_it_is_played_and_resuming_charges_what_is
 
     def watch(progress: Progress) -> bool:
         if progress.round > 0:
-            with Ledger(path, within_budget, read_only=True) as ledger:
+            with Ledger(path, read_only=True) as ledger:
                 charged.append((progress.round, ledger.runs()[0].charged))
         return progress.round != 5
 
@@ -289,26 +289,26 @@ def test_every_round_is_charged_before_it_is_played_and_resuming_charges_what_is
         run(experiment, folder, watch)
     assert charged == [(n, n) for n in range(1, 6)]
     resume(folder, onwards)
-    with Ledger(path, within_budget, read_only=True) as ledger:
+    with Ledger(path, read_only=True) as ledger:
         assert ledger.runs()[0].charged == 12
-        spent = compose(ledger.spent("private"), 1e-4, "pld")
+        spent = compose(ledger.costs("private"), 1e-4, "pld")
     summary = results.read_value(folder / "summary.json", outcome.Summary)
     assert spent == pytest.approx(summary.variants[0].groups[1].epsilon_pld)
 
 
 def test_a_budget_stops_a_run_before_the_round_that_would_pass_it_and_its_results_are_kept(tmp_path):
     path = tmp_path / "population.ledger"
-    budget = LifetimeBudget(5.0, 1e-4)
+    budget = Budget(5.0, 1e-4)
     experiment = tiny(ledger=str(path), noise_seed=None, budgets={"private": budget}, variants=tiny().variants[1:])
     left = []
     summary = run(experiment, tmp_path / "run", lambda progress: left.append(progress.left().get("private")) or True)
     variant = summary.variants[0]
     assert 0 < variant.rounds < 12
-    assert "would pass the budget of 'private', epsilon 5" in variant.stopped
+    assert "would exceed the budget of 'private', epsilon 5" in variant.stopped
     assert variant.server_accuracy is not None
     assert left[-1] < 12
-    with Ledger(path, within_budget, read_only=True) as ledger:
-        assert compose(ledger.spent("private"), 1e-4) <= 5.0
+    with Ledger(path, read_only=True) as ledger:
+        assert compose(ledger.costs("private"), 1e-4) <= 5.0
         assert ledger.runs()[0].charged == variant.rounds
     again = run(experiment, tmp_path / "again", onwards)  # another run finds nothing left
     assert again.variants[0].rounds == 0
@@ -316,17 +316,17 @@ def test_a_budget_stops_a_run_before_the_round_that_would_pass_it_and_its_result
 
 
 def test_a_watcher_is_told_how_many_rounds_the_ledger_has_left(tmp_path):
-    path, budget = tmp_path / "population.ledger", LifetimeBudget(20.0, 1e-4)
+    path, budget = tmp_path / "population.ledger", Budget(20.0, 1e-4)
     experiment = tiny(
         ledger=str(path), noise_seed=None, budgets={"private": budget}, variants=tiny().variants[1:], rounds=4
     )
-    once = privacy_costs(experiment.mechanism.mechanism(4, experiment.delta))["private"]
+    once = privacy_costs(experiment.mechanism.build(4, experiment.delta))["private"]
     told, wanted = [], []
 
     def watch(progress: Progress) -> bool:
         if progress.round > 0:
-            with Ledger(path, within_budget, read_only=True) as ledger:
-                wanted.append({"private": rounds_left(ledger.spent("private"), once, 20.0, 1e-4)})
+            with Ledger(path, read_only=True) as ledger:
+                wanted.append({"private": rounds_left(ledger.costs("private"), once, budget)})
             told.append(progress.left())
         return True
 
@@ -340,30 +340,30 @@ def test_a_later_run_tightens_a_promised_budget_and_never_loosens_it(tmp_path):
     wanted = [(5.0, 1e-4), (9.0, 1e-4), (5.0, 1e-3), (9.0, 1e-6), (3.0, 1e-3), (4.0, 1e-5)]
     kept = []
     for number, budget in enumerate(wanted):
-        budgets = {"private": LifetimeBudget(*budget)}
+        budgets = {"private": Budget(*budget)}
         experiment = tiny(ledger=str(path), noise_seed=None, budgets=budgets, variants=tiny().variants[1:], rounds=1)
         run(experiment, tmp_path / f"run {number}", onwards)
-        with Ledger(path, within_budget, read_only=True) as ledger:
-            kept.append(tuple(ledger.budget("private")))
+        with Ledger(path, read_only=True) as ledger:
+            kept.append(msgspec.structs.astuple(ledger.budget("private")))
     assert kept == [(5.0, 1e-4)] * 3 + [(5.0, 1e-6), (3.0, 1e-6), (3.0, 1e-6)]
 
 
 def test_noise_that_can_be_computed_again_is_charged_as_none(tmp_path):
-    path, budget = tmp_path / "population.ledger", {"private": LifetimeBudget(1e6, 1e-4)}
+    path, budget = tmp_path / "population.ledger", {"private": Budget(1e6, 1e-4)}
     experiment = tiny(ledger=str(path), noise_seed=1, variants=tiny().variants[1:], rounds=2)
     (variant,) = run(experiment, tmp_path / "run", onwards).variants
     assert variant.repeatable
-    with Ledger(path, within_budget, read_only=True) as ledger:
-        assert compose(ledger.spent("private"), 1e-4) == math.inf
+    with Ledger(path, read_only=True) as ledger:
+        assert compose(ledger.costs("private"), 1e-4) == math.inf
     (variant,) = run(replace(experiment, budgets=budget, noise_seed=None), tmp_path / "later", onwards).variants
     assert variant.rounds == 0
-    assert "would pass the budget of 'private'" in variant.stopped
+    assert "would exceed the budget of 'private'" in variant.stopped
 
 
 def test_a_run_that_its_ledger_refuses_leaves_nothing_behind(tmp_path):
     paying = tiny(ledger=str(tmp_path / "ledger"), noise_seed=None, rounds=1)
     run(paying, tmp_path / "one", onwards)
-    with pytest.raises(LedgerError, match="take another file for these"):
+    with pytest.raises(LedgerError, match="use another file"):
         run(replace(paying, seed=9), tmp_path / "two", onwards)
     assert not (tmp_path / "two").exists()
 
@@ -430,7 +430,7 @@ def test_another_population_has_a_ledger_of_its_own(tmp_path):
 
 def test_a_promise_is_not_passed_by_under_another_name_after_a_variant_in_which_nobody_chose(tmp_path):
     path = tmp_path / "population.ledger"
-    with Ledger(path, within_budget) as ledger:
+    with Ledger(path) as ledger:
         ledger.promise("privat", 2.0, 1e-4)  # the group is called private
     local = replace(tiny().variants[0], name="alone", algorithm="local_only")
     fixed = replace(tiny().mechanism, clip=1.0)
@@ -441,7 +441,7 @@ def test_a_promise_is_not_passed_by_under_another_name_after_a_variant_in_which_
         ValueError, match="'privat' was promised a budget and has not been in a run, while 'private' is new"
     ):
         run(experiment, tmp_path / "run", onwards)
-    with Ledger(path, within_budget, read_only=True) as ledger:
+    with Ledger(path, read_only=True) as ledger:
         assert ledger.groups() == ("privat",)
 
 
@@ -455,8 +455,8 @@ def test_training_alone_costs_nothing_and_training_without_noise_is_not_charged_
     plain = replace(local, name="plain", algorithm="non_private")
     with pytest.raises(ValueError, match="plain gives 'private' no noise"):
         run(replace(experiment, variants=(plain,)), tmp_path / "plain", onwards)
-    with Ledger(path, within_budget, read_only=True) as ledger:
-        assert compose(ledger.spent("private"), 1e-4) == 0
+    with Ledger(path, read_only=True) as ledger:
+        assert compose(ledger.costs("private"), 1e-4) == 0
 
 
 def test_a_run_that_crashed_before_its_first_checkpoint_goes_on_with_the_ledger_that_knows_its_rounds(tmp_path):
@@ -524,8 +524,8 @@ def test_a_run_may_go_on_without_the_group_whose_budget_is_spent(tmp_path):
     experiment = tiny(
         ledger=str(path),
         noise_seed=None,
-        budgets={"private": LifetimeBudget(5.0, 1e-4)},
-        when_spent="leave_out",
+        budgets={"private": Budget(5.0, 1e-4)},
+        on_budget_exhausted="drop_group",
         variants=tiny().variants[1:],
     )
     variant = run(experiment, tmp_path / "run", onwards).variants[0]
@@ -534,8 +534,8 @@ def test_a_run_may_go_on_without_the_group_whose_budget_is_spent(tmp_path):
     assert opted_out.rounds == 12
     assert 0 < private.rounds < 12
     assert private.epsilon <= 5.0
-    with Ledger(path, within_budget, read_only=True) as ledger:
-        assert compose(ledger.spent("private"), 1e-4) <= 5.0
+    with Ledger(path, read_only=True) as ledger:
+        assert compose(ledger.costs("private"), 1e-4) <= 5.0
 
 
 def of_three(ledger: Path, noise: dict[str, float], budgets: dict[str, float]) -> Experiment:
@@ -550,8 +550,8 @@ def of_three(ledger: Path, noise: dict[str, float], budgets: dict[str, float]) -
         mechanism=replace(chosen, groups=(open_, *groups)),
         ledger=str(ledger),
         noise_seed=None,
-        budgets={name: LifetimeBudget(epsilon, 1e-4) for name, epsilon in budgets.items()},
-        when_spent="leave_out",
+        budgets={name: Budget(epsilon, 1e-4) for name, epsilon in budgets.items()},
+        on_budget_exhausted="drop_group",
         variants=tiny().variants[1:],
     )
 
@@ -570,9 +570,9 @@ def test_variants_that_sample_in_two_ways_are_not_charged_in_one_ledger(tmp_path
         run(experiment, tmp_path / "run", onwards)
     assert not (tmp_path / "population.ledger").exists()
     run(replace(experiment, variants=both[:1]), tmp_path / "one", onwards)
-    with pytest.raises(LedgerError, match="has spent by poisson sampling"):
+    with pytest.raises(LedgerError, match="charged with poisson sampling"):
         run(replace(experiment, variants=both[1:]), tmp_path / "other", onwards)
-    with Ledger(experiment.ledger, within_budget, read_only=True) as ledger:
+    with Ledger(experiment.ledger, read_only=True) as ledger:
         assert [one.charged for one in ledger.runs()] == [12, 0]
 
 
@@ -580,9 +580,9 @@ def test_the_epsilons_of_a_run_that_left_a_group_out_are_those_of_what_was_reall
     experiment = of_three(tmp_path / "population.ledger", {"relaxed": 0.7, "strict": 3.0}, {"strict": 0.8})
     variant = run(experiment, tmp_path / "run", onwards).variants[0]
     assert 0 < variant.groups[2].rounds < variant.groups[1].rounds == 12
-    with Ledger(experiment.ledger, within_budget, read_only=True) as ledger:
+    with Ledger(experiment.ledger, read_only=True) as ledger:
         for group in variant.groups[1:]:
-            assert group.epsilon == pytest.approx(compose(ledger.spent(group.name), 1e-4), rel=1e-9)
+            assert group.epsilon == pytest.approx(compose(ledger.costs(group.name), 1e-4), rel=1e-9)
 
 
 def test_a_ledger_that_cannot_be_used_means_no_round(tmp_path):
@@ -893,7 +893,7 @@ def test_with_a_ledger_pulls_are_charged_once_and_trainings_one_by_one(tmp_path)
     )
     ledger = tmp_path / "ledger.db"
     run(tiny(variants=(first, *both), ledger=str(ledger), rounds=2), tmp_path / "run", onwards)
-    with Ledger(ledger, within_budget) as opened:
+    with Ledger(ledger) as opened:
         assert [(one.name.split("/")[1], one.charged) for one in opened.runs()] == [("DP-FedAvg", 2), ("weak", 2)]
 
 
@@ -934,7 +934,7 @@ def test_rounds_that_were_shown_and_are_played_again_are_paid_for_twice(tmp_path
     (variant,) = resume(tmp_path / "run", onwards).variants
     private = next(group for group in variant.groups if not group.opted_out)
     assert (variant.rounds, private.rounds) == (8, 8 + 6 + 4)
-    mechanism = experiment.variants[0].mechanism(experiment.mechanism.mechanism(8, experiment.delta))
+    mechanism = experiment.variants[0].mechanism(experiment.mechanism.build(8, experiment.delta))
     assert private.epsilon == accounting.epsilon(mechanism, 18, experiment.delta)[private.name]
     with RunDirectory.open(tmp_path / "run") as folder:
         assert max(row.round for row in folder.variant(variant.name).history()) == 8

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 
@@ -25,11 +26,10 @@ from helpers import tiny_data
 from msgspec.structs import replace
 
 from fedhdp.client import LocalTraining
-from fedhdp.experiments.config import LifetimeBudget
 from fedhdp.experiments.runner import resume
 from fedhdp.flower.client_app import Trainer, client_app
 from fedhdp.flower.client_state import Folder, Memory, Promise, check
-from fedhdp.flower.config import Deployment, Level, from_run_config
+from fedhdp.flower.config import Deployment, from_run_config
 from fedhdp.flower.protocol import (
     Declined,
     Offer,
@@ -44,14 +44,14 @@ from fedhdp.flower.protocol import (
     unflat,
 )
 from fedhdp.flower.registry import Registry
-from fedhdp.flower.server_app import serve
-from fedhdp.flower.spending import DeploymentBilling
+from fedhdp.flower.server_app import serve, start_billing
 from fedhdp.flower.strategy import FedHDP
 from fedhdp.flower.trainer import built_in, score_with, start_model
 from fedhdp.mechanism import SERVER, AdaptiveClip
 from fedhdp.models import mlp
-from fedhdp.privacy.accounting import compose, privacy_cost, within_budget
-from fedhdp.privacy.ledger import Ledger
+from fedhdp.privacy.accounting import PrivacyCost, compose, privacy_cost
+from fedhdp.privacy.calibration import PrivacyLevel
+from fedhdp.privacy.ledger import Budget, Ledger
 from fedhdp.results import store as results
 from fedhdp.results.schema import Summary
 from fedhdp.server import ServerOptimizer
@@ -62,9 +62,9 @@ LEVELS = ["open"] * 2 + ["mid"] * 3 + ["strict"] * 3
 MODEL, TRAINING, SEED = mlp(12, 5, 3), LocalTraining(epochs=2, batch_size=4, learning_rate=0.3), 3
 POPULATION = tiny_data(SIZES)
 OFFER = {
-    "open": Level(0.5, noise_multiplier=0.0),
-    "mid": Level(0.6, noise_multiplier=0.5, weight=0.5, pull=0.2),
-    "strict": Level(0.5, noise_multiplier=1.0, weight=0.3),
+    "open": PrivacyLevel(sampling_rate=0.5, noise_multiplier=0.0),
+    "mid": PrivacyLevel(sampling_rate=0.6, noise_multiplier=0.5, weight=0.5, pull=0.2),
+    "strict": PrivacyLevel(sampling_rate=0.5, noise_multiplier=1.0, weight=0.3),
 }
 
 
@@ -138,7 +138,7 @@ def history_of(wanted: Deployment):
 
 
 def charged(wanted: Deployment) -> int:
-    with Ledger(wanted.ledger, within_budget, read_only=True) as ledger:
+    with Ledger(wanted.ledger, read_only=True) as ledger:
         return sum(run.charged for run in ledger.runs())
 
 
@@ -224,17 +224,17 @@ def test_with_either_seed_nothing_is_promised_and_the_ledger_is_charged_as_witho
     wanted = deployment(tmp_path, **seeds)
     assert wanted.repeatable
     assert play_plain(everyone(app=PLAIN), wanted).variants[0].repeatable
-    with Ledger(wanted.ledger, within_budget, read_only=True) as ledger:
-        assert {spent[0] for name in OFFER for spent in ledger.spent(name)} == {0.0}
+    with Ledger(wanted.ledger, read_only=True) as ledger:
+        assert {spent[0] for name in OFFER for spent in ledger.costs(name)} == {0.0}
 
 
 def test_flowers_own_loop_can_run_the_strategy(tmp_path):
     wanted = deployment(tmp_path)
-    grid, ledger = everyone(app=PLAIN), Ledger(wanted.ledger, within_budget)
+    grid, ledger = everyone(app=PLAIN), Ledger(wanted.ledger)
     with ledger:
         registry = Registry(wanted, ledger, "run")
         registry.wait_for_enough(grid)
-        strategy = FedHDP(wanted, registry, DeploymentBilling(wanted, ledger, "run", [], set()), "run", PLAIN_MODEL)
+        strategy = FedHDP(wanted, registry, start_billing(wanted, ledger, "run"), "run", PLAIN_MODEL)
         strategy.let_in(grid)
         result = strategy.start(grid, as_record(PLAIN_MODEL), num_rounds=3)
     other = deployment(tmp_path / "other", ledger=str(tmp_path / "another"))
@@ -243,7 +243,7 @@ def test_flowers_own_loop_can_run_the_strategy(tmp_path):
 
 
 def test_a_client_needs_no_framework(tmp_path):
-    levels = {"open": Level(1.0, noise_multiplier=0.0)}
+    levels = {"open": PrivacyLevel(sampling_rate=1.0, noise_multiplier=0.0)}
     wanted = deployment(tmp_path, levels=levels, clip=100.0, rounds=2)
     grid = InProcessGrid([Node(1, PLAIN), Node(2, PLAIN)])
     play_plain(grid, wanted)
@@ -438,7 +438,7 @@ def test_a_client_that_fails_or_is_late_counts_as_absent_and_is_not_refused(tmp_
 
 
 def test_an_update_is_clipped_by_the_server_whatever_the_client_did(tmp_path):
-    levels = {"open": Level(1.0, noise_multiplier=0.0)}
+    levels = {"open": PrivacyLevel(sampling_rate=1.0, noise_multiplier=0.0)}
     wanted = deployment(tmp_path, levels=levels, clip=0.1, rounds=1)
 
     def greedy(context):
@@ -453,8 +453,8 @@ def test_an_update_is_clipped_by_the_server_whatever_the_client_did(tmp_path):
 
 
 def held(wanted: Deployment) -> list[str]:
-    with Ledger(wanted.ledger, within_budget, read_only=True) as ledger:
-        return list(ledger.registered().values())
+    with Ledger(wanted.ledger, read_only=True) as ledger:
+        return list(ledger.registrations().values())
 
 
 def test_nodes_that_do_not_say_get_the_strictest_level(tmp_path):
@@ -481,9 +481,9 @@ def test_nodes_that_fail_to_answer_take_no_part_and_are_asked_again(tmp_path):
 
 def test_the_strictest_level_is_the_one_of_the_least_epsilon_not_the_first_or_last(tmp_path):
     levels = {
-        "b": Level(0.5, noise_multiplier=1.0),
-        "a": Level(0.05, noise_multiplier=1.0),
-        "c": Level(0.5, epsilon=math.inf),
+        "b": PrivacyLevel(sampling_rate=0.5, noise_multiplier=1.0),
+        "a": PrivacyLevel(sampling_rate=0.05, noise_multiplier=1.0),
+        "c": PrivacyLevel(sampling_rate=0.5, epsilon=math.inf),
     }
     assert deployment(tmp_path, levels=levels).strictness == ("a", "b", "c")
 
@@ -510,7 +510,7 @@ def test_a_node_that_goes_before_it_has_answered_is_not_registered(tmp_path):
     wanted = deployment(tmp_path)
     grid = InProcessGrid([Node(1, PLAIN, privacy="open"), Node(2, PLAIN)])
     grid.tamper = lambda message, reply, node: [] if node.id == 2 else [reply]
-    with Ledger(wanted.ledger, within_budget) as ledger:
+    with Ledger(wanted.ledger) as ledger:
         registry = Registry(wanted, ledger, "run")
         registry.listen(grid)
         del grid.nodes[2]
@@ -521,7 +521,7 @@ def test_a_node_that_goes_before_it_has_answered_is_not_registered(tmp_path):
 def test_nobody_can_claim_to_be_a_node_of_another_number(tmp_path):
     impostor = client_app(add_one)
     wanted = deployment(tmp_path)
-    with Ledger(wanted.ledger, within_budget) as ledger:
+    with Ledger(wanted.ledger) as ledger:
         registry = Registry(wanted, ledger, "run")
         grid = InProcessGrid([Node(1, PLAIN), Node(2, impostor)])
         grid.tamper = lambda message, reply, node: [
@@ -534,7 +534,7 @@ def test_nobody_can_claim_to_be_a_node_of_another_number(tmp_path):
 def test_a_client_is_known_again_after_a_restart_and_by_nobody_else_while_it_is_connected(tmp_path):
     wanted = deployment(tmp_path, rounds=1)
     first, copy = (Node(i, PLAIN, privacy="open", directory=str(tmp_path / "me")) for i in (1, 2))
-    with Ledger(wanted.ledger, within_budget) as ledger:
+    with Ledger(wanted.ledger) as ledger:
         registry = Registry(wanted, ledger, "run")
         grid = InProcessGrid([first, copy])
         registry.listen(grid)
@@ -559,26 +559,28 @@ def test_every_round_is_charged_before_anything_of_it_is_sent(tmp_path):
 
 
 def test_a_round_in_which_nobody_is_drawn_or_reachable_is_charged_too(tmp_path):
-    levels = {"strict": Level(0.0, noise_multiplier=1.0)}
+    levels = {"strict": PrivacyLevel(sampling_rate=0.0, noise_multiplier=1.0)}
     wanted, grid = deployment(tmp_path, levels=levels), InProcessGrid([Node(1, PLAIN)])
     play_plain(grid, wanted)
     assert charged(wanted) == 3
     assert not trains(grid.pushed)
 
 
-def budgeted(tmp_path, when_spent: str) -> Deployment:
+def budgeted(tmp_path, on_budget_exhausted: str) -> Deployment:
     levels = {name: replace(level, sampling_rate=1.0) for name, level in OFFER.items()}
     mechanism = deployment(tmp_path, levels=levels).mechanism({"open": 2, "mid": 3, "strict": 3})
     two_rounds = compose([privacy_cost(mechanism, mechanism.groups[1], 2)], 1e-4)
-    budgets = {"mid": LifetimeBudget(two_rounds * 1.001, 1e-4)}
-    return deployment(tmp_path, levels=levels, rounds=5, budgets=budgets, when_spent=when_spent, **UNSEEDED)
+    budgets = {"mid": Budget(two_rounds * 1.001, 1e-4)}
+    return deployment(
+        tmp_path, levels=levels, rounds=5, budgets=budgets, on_budget_exhausted=on_budget_exhausted, **UNSEEDED
+    )
 
 
 def test_a_run_stops_before_the_round_that_would_pass_a_budget(tmp_path):
     wanted = budgeted(tmp_path, "stop")
     (variant,) = play_plain(everyone(app=PLAIN), wanted).variants
     assert variant.rounds == 2
-    assert "would pass the budget of 'mid'" in variant.stopped
+    assert "would exceed the budget of 'mid'" in variant.stopped
     assert charged(wanted) == 2
 
 
@@ -586,9 +588,11 @@ def test_a_later_deployment_tightens_a_promised_budget_and_never_loosens_it(tmp_
     wanted = [(5.0, 1e-4), (9.0, 1e-4), (5.0, 1e-3), (9.0, 1e-6), (3.0, 1e-3), (4.0, 1e-5)]
     kept = []
     for budget in wanted:
-        with Ledger(tmp_path / "ledger", within_budget) as ledger:
-            DeploymentBilling(deployment(tmp_path, budgets={"mid": LifetimeBudget(*budget)}), ledger, "run", [], set())
-            kept.append(tuple(ledger.budget("mid")))
+        with Ledger(tmp_path / "ledger") as ledger:
+            billing = start_billing(deployment(tmp_path, budgets={"mid": Budget(*budget)}), ledger, "run")
+            ledger.register("a client", "mid")
+            billing.admit({"a client": "mid"})
+            kept.append(msgspec.structs.astuple(ledger.budget("mid")))
     assert kept == [(5.0, 1e-4)] * 3 + [(5.0, 1e-6), (3.0, 1e-6), (3.0, 1e-6)]
 
 
@@ -598,14 +602,14 @@ def test_an_epsilon_is_told_at_its_levels_own_delta(tmp_path):
     (variant,) = play_plain(everyone(app=PLAIN), wanted).variants
     mid, strict = variant.groups[1:]
     assert (mid.delta, strict.delta) == (1e-6, 1e-4)
-    with Ledger(wanted.ledger, within_budget, read_only=True) as ledger:
+    with Ledger(wanted.ledger, read_only=True) as ledger:
         for group in (mid, strict):
-            assert group.epsilon == pytest.approx(compose(ledger.spent(group.name), group.delta))
-            assert group.epsilon_pld == pytest.approx(compose(ledger.spent(group.name), group.delta, "pld"))
+            assert group.epsilon == pytest.approx(compose(ledger.costs(group.name), group.delta))
+            assert group.epsilon_pld == pytest.approx(compose(ledger.costs(group.name), group.delta, "pld"))
 
 
 def test_a_group_whose_budget_is_spent_is_left_out_and_sent_nothing(tmp_path):
-    wanted, grid = replace(budgeted(tmp_path, "leave_out"), evaluate_every=4), everyone(app=PLAIN)
+    wanted, grid = replace(budgeted(tmp_path, "drop_group"), evaluate_every=4), everyone(app=PLAIN)
     (variant,) = play_plain(grid, wanted).variants
     assert variant.rounds == 5
     asked = {m.content["order"]["level"] for m in grid.pushed if m.metadata.message_type == "evaluate"}
@@ -617,17 +621,26 @@ def test_a_group_whose_budget_is_spent_is_left_out_and_sent_nothing(tmp_path):
     mid, strict = variant.groups[1:]
     assert (mid.sampling_rate, mid.rounds) == (1.0, 2)  # what it was promised, not what it has since
     assert "q 1," in mid.epsilon_basis
-    with Ledger(wanted.ledger, within_budget, read_only=True) as ledger:
-        assert strict.epsilon == pytest.approx(compose(ledger.spent("strict"), 1e-4))
+    with Ledger(wanted.ledger, read_only=True) as ledger:
+        assert strict.epsilon == pytest.approx(compose(ledger.costs("strict"), 1e-4))
 
 
 def test_what_a_group_that_is_left_out_was_owed_is_not_added_any_more(tmp_path):
-    levels = {"mid": Level(1.0, noise_multiplier=0.7), "strict": Level(1.0, noise_multiplier=5.0)}
-    two = LifetimeBudget(compose([(5.0, 1.0, "poisson", 2)], 1e-4) * 1.001, 1e-4)
+    levels = {
+        "mid": PrivacyLevel(sampling_rate=1.0, noise_multiplier=0.7),
+        "strict": PrivacyLevel(sampling_rate=1.0, noise_multiplier=5.0),
+    }
+    two = Budget(compose([PrivacyCost(5.0, 1.0, "poisson", 2)], 1e-4) * 1.001, 1e-4)
     still = client_app(lambda context: Trainer(lambda parameters, personal, pull, round: (parameters, None)))
     model, moved = {"w": np.zeros(20_000, np.float32)}, []
     nodes = [Node(number, still, privacy=level) for number, level in enumerate(("mid", "strict"), 1)]
-    others = {"budgets": {"strict": two}, "when_spent": "leave_out", "clip": 1.0, "rounds": 4, "levels": levels}
+    others = {
+        "budgets": {"strict": two},
+        "on_budget_exhausted": "drop_group",
+        "clip": 1.0,
+        "rounds": 4,
+        "levels": levels,
+    }
     grid = InProcessGrid(nodes)
     grid.on_push = lambda messages: moved.append(read_order(messages[0])[0]["w"]) if trains(messages) else None
     wanted = deployment(tmp_path, **others, **UNSEEDED)
@@ -654,10 +667,10 @@ def test_a_client_that_joins_late_takes_part_and_the_epsilons_of_both_mechanisms
     rounds = [int(m.metadata.group_id) for m in late.heard if trains([m])]
     assert rounds == [2, 3]
     assert [group.clients for group in variant.groups] == [2, 3, 3]
-    with Ledger(wanted.ledger, within_budget, read_only=True) as ledger:
+    with Ledger(wanted.ledger, read_only=True) as ledger:
         assert [run.charged for run in ledger.runs()] == [2, 2]
         assert [run.mechanism.clients for run in ledger.runs()] == [7, 8]
-        assert variant.groups[2].epsilon == pytest.approx(compose(ledger.spent("strict"), 1e-4))
+        assert variant.groups[2].epsilon == pytest.approx(compose(ledger.costs("strict"), 1e-4))
 
 
 @pytest.mark.parametrize("moment", ["while sending", "after the replies"])
@@ -718,7 +731,7 @@ def test_a_crash_in_the_first_round_of_a_newcomer_is_charged_under_a_name_of_its
         play_plain(grid, wanted)
     (variant,) = play_plain(everyone(tmp_path, PLAIN), wanted).variants
     assert [group.clients for group in variant.groups] == [2, 3, 3]
-    with Ledger(wanted.ledger, within_budget, read_only=True) as ledger:
+    with Ledger(wanted.ledger, read_only=True) as ledger:
         assert [(run.charged, run.mechanism.clients) for run in ledger.runs()] == [(2, 6), (1, 7), (2, 8)]
     assert variant.groups[2].rounds == 5
     assert "3 mechanisms composed" in variant.groups[2].epsilon_basis
@@ -860,7 +873,10 @@ def one_client(tmp_path, **config) -> Node:
     return Node(1, PLAIN, privacy="strict", directory=str(tmp_path / "me"), **config)
 
 
-ALWAYS = {"strict": Level(1.0, noise_multiplier=1.0), "open": Level(1.0, noise_multiplier=0.0)}
+ALWAYS = {
+    "strict": PrivacyLevel(sampling_rate=1.0, noise_multiplier=1.0),
+    "open": PrivacyLevel(sampling_rate=1.0, noise_multiplier=0.0),
+}
 
 
 def test_a_reply_carries_the_update_and_the_scores_when_asked_and_nothing_else(tmp_path):
@@ -905,7 +921,7 @@ def test_a_client_whose_budget_is_spent_tells_no_scores_either(tmp_path):
 def test_a_client_that_has_trained_as_often_as_its_budget_allows_tells_no_scores_whatever_is_said_to_be_charged(
     tmp_path,
 ):
-    two = compose([(1.0, 1.0, "poisson", 2)], 1e-5) * 1.001
+    two = compose([PrivacyCost(1.0, 1.0, "poisson", 2)], 1e-5) * 1.001
     node = one_client(tmp_path, epsilon=two, scores=True)
     grid = beside(node)
     play_plain(grid, deployment(tmp_path, levels=ALWAYS, clip=1.0, evaluate_every=1, **UNSEEDED))
@@ -954,12 +970,12 @@ def test_a_client_with_a_budget_takes_no_part_in_a_run_from_seeds_and_one_withou
             noise for message in heard(node, "query") for noise in message.content["offer"]["noise_multiplier"]
         } == {0.0}
         assert {message.content["order"]["noise_multiplier"] for message in heard(node, "train")} <= {0.0}
-    with Ledger(tmp_path / "without" / "me" / "client.ledger", within_budget, read_only=True) as ledger:
-        assert {multiplier for multiplier, *_ in ledger.spent("this client")} == {0.0}
+    with Ledger(tmp_path / "without" / "me" / "client.ledger", read_only=True) as ledger:
+        assert {multiplier for multiplier, *_ in ledger.costs("this client")} == {0.0}
 
 
 def test_a_client_says_that_it_is_spent_by_the_servers_count_of_rounds_too(tmp_path):
-    node = one_client(tmp_path, epsilon=compose([(1.0, 0.5, "poisson", 5)], 1e-5) * 1.001)
+    node = one_client(tmp_path, epsilon=compose([PrivacyCost(1.0, 0.5, "poisson", 5)], 1e-5) * 1.001)
     said = []
     for charged in (0, 4, 5, 6):
         reply = node.answer(ask_choice(1, Offer("run", charged, ["strict"], [1.0], [0.5], 20), 1.0))
@@ -1014,9 +1030,12 @@ def test_a_level_that_had_noise_is_not_trained_at_without_by_client_or_server(tm
     )
     wanted = deployment(tmp_path, levels=ALWAYS, rounds=1, **UNSEEDED)
     play_plain(grid, wanted)
-    loose = {"strict": Level(1.0, noise_multiplier=0.0), "open": Level(1.0, noise_multiplier=5.0)}
+    loose = {
+        "strict": PrivacyLevel(sampling_rate=1.0, noise_multiplier=0.0),
+        "open": PrivacyLevel(sampling_rate=1.0, noise_multiplier=5.0),
+    }
     other = replace(wanted, levels=loose, out=str(tmp_path / "two"))
-    with pytest.raises(ValueError, match="who registered for 'strict' chose some"):
+    with pytest.raises(ValueError, match="clients registered for 'strict' with noise"):
         play_plain(grid, other)
     play_plain(grid, replace(other, ledger=str(tmp_path / "another"), out=str(tmp_path / "three")))
     assert updates == [True, False]
@@ -1066,7 +1085,7 @@ def test_the_personal_model_survives_a_restart_and_a_new_run(tmp_path):
 
 
 def test_a_client_declines_rounds_once_its_own_budget_is_spent_whatever_the_server_says(tmp_path):
-    three = compose([(1.0, 1.0, "poisson", 3)], 1e-5)
+    three = compose([PrivacyCost(1.0, 1.0, "poisson", 3)], 1e-5)
     node = one_client(tmp_path, epsilon=three * 1.001, delta=1e-5)
     wanted = deployment(tmp_path, levels=ALWAYS, rounds=5, clip=1.0, **UNSEEDED)
     grid = beside(node)
@@ -1084,7 +1103,7 @@ def test_a_client_declines_rounds_once_its_own_budget_is_spent_whatever_the_serv
 
 @pytest.mark.parametrize(("first", "then"), [(1.0, 100.0), (100.0, 1.0)])
 def test_a_clients_budget_is_the_least_that_its_owner_ever_wanted(tmp_path, first, then):
-    three = compose([(1.0, 1.0, "poisson", 3)], 1e-5) * 1.001
+    three = compose([PrivacyCost(1.0, 1.0, "poisson", 3)], 1e-5) * 1.001
     wanted, updates = deployment(tmp_path, levels=ALWAYS, rounds=2, clip=1.0, **UNSEEDED), []
     for factor, out in ((first, "one"), (then, "two")):
         node = one_client(tmp_path, epsilon=three * factor, delta=1e-5)
@@ -1097,13 +1116,13 @@ def test_a_clients_budget_is_the_least_that_its_owner_ever_wanted(tmp_path, firs
 
 @pytest.mark.parametrize("rate", [0.4, 1e-6])
 def test_a_client_counts_every_round_of_a_run_also_those_after_it_was_last_drawn(tmp_path, rate):
-    node, levels = one_client(tmp_path), {"strict": Level(rate, noise_multiplier=1.0)}
+    node, levels = one_client(tmp_path), {"strict": PrivacyLevel(sampling_rate=rate, noise_multiplier=1.0)}
     for out in ("one", "two"):
         wanted = deployment(tmp_path, levels=levels, rounds=8, clip=1.0, out=str(tmp_path / out))
         play_plain(InProcessGrid([node]), wanted)
     assert len(heard(node, "train")) < 16
-    with Ledger(tmp_path / "me" / "client.ledger", within_budget, read_only=True) as ledger:
-        assert sum(rounds for *_, rounds in ledger.spent("this client")) == 16
+    with Ledger(tmp_path / "me" / "client.ledger", read_only=True) as ledger:
+        assert sum(rounds for *_, rounds in ledger.costs("this client")) == 16
 
 
 def test_a_client_that_is_sent_the_same_round_again_and_again_counts_each_of_them(tmp_path):
@@ -1111,8 +1130,8 @@ def test_a_client_that_is_sent_the_same_round_again_and_again_counts_each_of_the
     play_plain(InProcessGrid([node]), wanted)
     message = heard(node, "train")[0]  # the server says that one round is charged
     assert all("update" in node.answer(message).content for _ in range(3))
-    with Ledger(tmp_path / "me" / "client.ledger", within_budget, read_only=True) as ledger:
-        assert sum(rounds for *_, rounds in ledger.spent("this client")) == 5
+    with Ledger(tmp_path / "me" / "client.ledger", read_only=True) as ledger:
+        assert sum(rounds for *_, rounds in ledger.costs("this client")) == 5
 
 
 def test_promises_of_two_runs_that_are_made_at_once_are_both_kept(tmp_path):
@@ -1138,7 +1157,10 @@ def test_promises_of_two_runs_that_are_made_at_once_are_both_kept(tmp_path):
 
 
 def test_a_client_counts_what_it_was_promised_and_is_not_told_what_others_choices_give_it(tmp_path):
-    levels = {"strict": Level(1.0, noise_multiplier=4.0), "relaxed": Level(0.5, noise_multiplier=0.7)}
+    levels = {
+        "strict": PrivacyLevel(sampling_rate=1.0, noise_multiplier=4.0),
+        "relaxed": PrivacyLevel(sampling_rate=0.5, noise_multiplier=0.7),
+    }
     node = Node(1, PLAIN, privacy="relaxed", directory=str(tmp_path / "me"))
     wanted, grid = deployment(tmp_path, levels=levels, rounds=12, clip=1.0, **UNSEEDED), InProcessGrid([node])
 
@@ -1151,8 +1173,8 @@ def test_a_client_counts_what_it_was_promised_and_is_not_told_what_others_choice
     orders = [dict(message.content["order"]) for message in heard(node, "train")]
     assert all(set(order) == set(orders[0]) for order in orders)
     assert {order["noise_multiplier"] for order in orders} == {0.7}
-    with Ledger(tmp_path / "me" / "client.ledger", within_budget, read_only=True) as ledger:
-        ((multiplier, rate, _, rounds),) = ledger.spent("this client")
+    with Ledger(tmp_path / "me" / "client.ledger", read_only=True) as ledger:
+        ((multiplier, rate, _, rounds),) = ledger.costs("this client")
     assert (multiplier, rate, rounds) == (0.7, 0.5, 12)
 
 
@@ -1165,8 +1187,8 @@ def test_a_client_that_comes_late_does_not_count_the_rounds_before(tmp_path):
 
     grid.on_push = join
     play_plain(grid, deployment(tmp_path, levels=ALWAYS, rounds=6))
-    with Ledger(tmp_path / "me" / "client.ledger", within_budget, read_only=True) as ledger:
-        assert sum(rounds for *_, rounds in ledger.spent("this client")) == 2
+    with Ledger(tmp_path / "me" / "client.ledger", read_only=True) as ledger:
+        assert sum(rounds for *_, rounds in ledger.costs("this client")) == 2
 
 
 def test_a_client_whose_owner_wants_more_privacy_sends_nothing_from_then_on(tmp_path):
@@ -1249,7 +1271,10 @@ def test_an_identity_is_made_while_no_other_process_can_make_one(tmp_path, monke
 
 
 def test_a_client_that_does_not_say_is_promised_the_strictest_level_also_where_another_has_more_noise(tmp_path):
-    levels = {"rare": Level(0.01, noise_multiplier=0.9), "often": Level(1.0, noise_multiplier=1.0)}
+    levels = {
+        "rare": PrivacyLevel(sampling_rate=0.01, noise_multiplier=0.9),
+        "often": PrivacyLevel(sampling_rate=1.0, noise_multiplier=1.0),
+    }
     wanted = deployment(tmp_path, levels=levels, rounds=1, **UNSEEDED)
     assert wanted.strictest == "rare"
     play_plain(InProcessGrid([Node(1, PLAIN, directory=str(tmp_path / "me"))]), wanted)
@@ -1336,7 +1361,7 @@ def test_after_a_crash_before_the_last_scores_clients_are_told_what_was_charged(
 
 def test_a_pull_at_which_personal_models_run_away_is_not_deployed(tmp_path):
     with pytest.raises(ValueError, match=r"pull of 'strict' must be below .* personal models run away"):
-        deployment(tmp_path, levels={"strict": Level(1.0, noise_multiplier=1.0, pull=100.0)})
+        deployment(tmp_path, levels={"strict": PrivacyLevel(sampling_rate=1.0, noise_multiplier=1.0, pull=100.0)})
 
 
 def test_a_client_that_was_never_asked_declines(tmp_path):
@@ -1365,7 +1390,7 @@ def test_a_deployment_is_read_from_flat_keys_and_what_is_wrong_is_named():
         "app.data": "the app's own",
     }
     read = from_run_config(flat_keys)
-    assert read.levels["opted out"] == Level(0.5, epsilon=math.inf)
+    assert read.levels["opted out"] == PrivacyLevel(sampling_rate=0.5, epsilon=math.inf)
     assert read.training.epochs == 2
     assert read.strictest == "strict"
     with pytest.raises(ValueError, match=r"run_config: unknown field training\.epoch = 3; did you mean epochs\?"):

@@ -15,10 +15,10 @@ import pytest
 from fedhdp.algorithms import ALGORITHMS
 from fedhdp.client import LocalTraining
 from fedhdp.experiments.components import Data, ModelChoice
-from fedhdp.experiments.config import Experiment, GroupConfig, LifetimeBudget, MechanismConfig, Variant, from_toml
+from fedhdp.experiments.config import Experiment, Variant, from_toml
 from fedhdp.mechanism import AdaptiveClip
-from fedhdp.privacy.accounting import within_budget
-from fedhdp.privacy.ledger import Ledger
+from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
+from fedhdp.privacy.ledger import Budget, Ledger
 from fedhdp.server import ServerOptimizer
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +44,6 @@ RULE["experiments"] = set(RULE) | {"simulation"}
 RULE["reproduction"] = RULE["flower"] = RULE["experiments"] | {"experiments"}
 RULE["cli"] = RULE["reproduction"] | {"reproduction", "flower"}
 PENDING = {  # to be empty
-    ("engine/personal_store.py", "fedhdp.results.store"),
     ("client.py", "fedhdp.engine.descent"),
     ("client.py", "fedhdp.engine.low_rank"),
     ("client.py", "fedhdp.engine.pace"),
@@ -180,7 +179,7 @@ def test_the_page_about_experiments_has_every_key_and_its_example_can_be_run():
         GroupConfig,
         AdaptiveClip,
         Variant,
-        LifetimeBudget,
+        Budget,
         LocalTraining,
         ServerOptimizer,
     ]
@@ -202,6 +201,6 @@ def test_the_page_about_python_is_a_program_that_runs(capsys):
     assert len(re.findall(r"\d ±\d", said)) >= 3 * 7  # three algorithms, the server and two models of three groups
     assert [value for _, value in names["curve"] if not 0 <= value <= 1] == []
     assert len(names["found"]) == 6
-    with Ledger(names["folder"] / "population.ledger", within_budget, read_only=True) as ledger:
-        assert sum(rounds for *_, rounds in ledger.spent("strict")) == 5
+    with Ledger(names["folder"] / "population.ledger", read_only=True) as ledger:
+        assert sum(rounds for *_, rounds in ledger.costs("strict")) == 5
     assert names["scores"]["personal"].shape == (60, 1)

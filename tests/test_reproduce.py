@@ -510,7 +510,7 @@ def made_up(
     """A folder with the paper's own numbers, each moved by so many points for a row and a seed."""
     for part in own.parts(table, rows, range(seeds) if isinstance(seeds, int) else seeds, Options("handwriting")):
         chosen, variants = part.experiment, []
-        promised = chosen.mechanism.mechanism(chosen.rounds, chosen.delta)
+        promised = chosen.mechanism.build(chosen.rounds, chosen.delta)
         for variant in chosen.variants:
             mechanism = variant.mechanism(promised)
             weight = mechanism.groups[1].weight if variant.algorithm == "fedhdp" else None

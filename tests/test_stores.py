@@ -71,9 +71,40 @@ def test_the_file_of_personal_models_stays_small_however_long_the_run(population
     simulation.state_arrays()  # from here on a client needs two rows
     simulation.run(40)
     cohorts = [len(simulation.draw_cohort(number)) for number in range(40)]
-    rows, personalized = simulation.store.file.rows, np.count_nonzero(simulation.participated_K)
-    assert rows <= 3 * personalized + 2 * max(cohorts) < sum(cohorts)
+    personalized = np.count_nonzero(simulation.participated_K)
+    assert simulation.store.file_rows <= 2 * personalized + max(cohorts) < sum(cohorts)
     assert_close(in_memory, simulation)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from helpers import tiny_data
+from test_simulate import CHOSEN, trained
+from fedhdp.engine import personal_store
+personal_store.personal_bytes_limit = lambda: 0
+population = tiny_data([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6])
+simulation = trained(population, CHOSEN, rounds=3, directory=Path(sys.argv[1]))
+simulation.save(Path(sys.argv[1]) / "state.npz")
+simulation.run(6)
+simulation.personal_models(0)  # written to the file after the checkpoint
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.process
+def test_a_killed_run_resumes_to_the_bit_from_its_file(population, monkeypatch, tmp_path):
+    monkeypatch.setattr(personal, "personal_bytes_limit", lambda: 0)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=environment)
+    assert killed.returncode == -9
+    uninterrupted = trained(population, CHOSEN, rounds=6)
+    resumed = trained(population, CHOSEN, rounds=0, directory=tmp_path)
+    resumed.load(tmp_path / "state.npz")
+    resumed.run(6)
+    participated = np.flatnonzero(uninterrupted.participated_K)
+    np.testing.assert_array_equal(uninterrupted.global_model(), resumed.global_model())
+    np.testing.assert_array_equal(uninterrupted.personal_models(participated), resumed.personal_models(participated))
 
 
 def test_examples_that_clients_share_are_kept_once_and_change_nothing(population, monkeypatch):

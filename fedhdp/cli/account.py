@@ -194,7 +194,7 @@ def _priced(experiment: Experiment, tuning: tuple[float, float] | None) -> dict[
     from fedhdp.privacy.tuning import format_trials, tuning_reports
 
     rounds, alike = experiment.rounds, {}  # type: ignore[var-annotated]
-    chosen = experiment.mechanism.mechanism(rounds, experiment.delta)
+    chosen = experiment.mechanism.build(rounds, experiment.delta)
     for variant in experiment.variants:
         mechanism = variant.mechanism(chosen)
         alike.setdefault(tuple(privacy_costs(mechanism).items()), []).append((variant.name, mechanism))
@@ -233,7 +233,7 @@ def _priced(experiment: Experiment, tuning: tuple[float, float] | None) -> dict[
         priced.append({"variants": [name for name, _ in variants], "groups": groups})
     said = {"experiment": experiment.name, "tuning": format_trials(*tuning) if tuning else None}
     return said | {
-        "leaves_out": experiment.when_spent == "leave_out" and bool(experiment.budgets),
+        "leaves_out": experiment.on_budget_exhausted == "drop_group" and bool(experiment.budgets),
         "mechanisms": priced,
     }
 

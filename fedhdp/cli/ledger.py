@@ -32,10 +32,9 @@ def show(
 
     Example: `fedhdp ledger show population.ledger`
     """
-    from fedhdp.privacy.accounting import within_budget
     from fedhdp.privacy.ledger import Ledger
 
-    with Ledger(file, within_budget, read_only=True) as ledger:
+    with Ledger(file, read_only=True) as ledger:
         answer = {"ledger": str(file), "groups": [standing_of(ledger, name, delta) for name in ledger.groups()]}
         answer["runs"] = [
             {"run": run.name, "started": run.started, "rounds_charged": run.charged} for run in ledger.runs()
@@ -54,11 +53,10 @@ def promise(
 
     Example: `fedhdp ledger promise population.ledger strict --epsilon 2 --delta 1e-4`
     """
-    from fedhdp.privacy.accounting import within_budget
     from fedhdp.privacy.ledger import Ledger
 
     new = not file.exists()
-    with Ledger(file, within_budget) as ledger:
+    with Ledger(file) as ledger:
         ledger.promise(group, epsilon, delta)
         standing = standing_of(ledger, group, delta)
     waits = "" if standing["clients"] else " It has not been in a run yet; the budget waits for it."
@@ -75,14 +73,14 @@ def standing_of(ledger: Ledger, name: str, delta: float) -> dict[str, Any]:
     """What a group has spent and has left, with what that rests on."""
     from fedhdp.privacy.accounting import ADJACENCY, compose, privacy_costs, rounds_left
 
-    spent, budget, clients = ledger.spent(name), ledger.budget(name), ledger.clients(name)
+    spent, budget, clients = ledger.costs(name), ledger.budget(name), ledger.clients(name)
     delta = budget.delta if budget else delta
     samplings = sorted({sampling for _, _, sampling, _ in spent})
     composable = len(samplings) <= 1
     last = next((run.mechanism for run in reversed(ledger.runs()) if _has(run.mechanism, name)), None)
     left = None
     if budget and last and samplings in ([], [last.sampling]):
-        left = rounds_left(spent, privacy_costs(last)[name], *budget)
+        left = rounds_left(spent, privacy_costs(last)[name], budget)
     epsilon = compose(spent, delta) if composable else None
     return {
         "group": name,

@@ -153,14 +153,13 @@ def _print_ledger(folder: Path) -> None:
     """What the population has spent by now, where a ledger knows: the table is about this run alone."""
     from fedhdp.cli.ledger import standing_of
     from fedhdp.experiments.config import from_toml
-    from fedhdp.privacy.accounting import within_budget
     from fedhdp.privacy.ledger import Ledger
     from fedhdp.results.store import EXPERIMENT
 
     experiment = from_toml((folder / EXPERIMENT).read_text(encoding="utf-8"), str(folder / EXPERIMENT))
     if experiment.ledger is None or not Path(experiment.ledger).exists():
         return
-    with Ledger(experiment.ledger, within_budget, read_only=True) as ledger:
+    with Ledger(experiment.ledger, read_only=True) as ledger:
         names = [group.name for group in experiment.mechanism.groups if group.name in ledger.groups()]
         standing = {name: standing_of(ledger, name, experiment.delta_of(name)) for name in names}
     told = ", ".join(

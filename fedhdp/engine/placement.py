@@ -83,7 +83,7 @@ def make_slot_table(
     start_C: np.ndarray,
     count_K: np.ndarray,
     row_C: np.ndarray,
-    uninitialized_K: np.ndarray,
+    participated_K: np.ndarray,
 ) -> Array:
     """Who is asked, slot by slot, on the devices."""
     client_C, is_participating_C = seats.client_C, seats.is_participating_C
@@ -91,6 +91,6 @@ def make_slot_table(
     nowhere_C = len(count_K) + len(client_C) + seats.place_C  # out of bounds, so that nothing is written
     row_C = np.where(is_participating_C, row_C, nowhere_C)
     columns = SlotTable(
-        client_C, group_K[client_C], start_C, count_C, row_C, is_participating_C, uninitialized_K[client_C]
+        client_C, group_K[client_C], start_C, count_C, row_C, is_participating_C, ~participated_K[client_C]
     )
     return engine.put(np.stack([np.asarray(column, np.int32) for column in columns], axis=1), engine.by_client)

@@ -20,72 +20,12 @@ from fedhdp.algorithms import ALGORITHMS
 from fedhdp.client import LocalTraining
 from fedhdp.errors import require
 from fedhdp.experiments.components import NAMES, Data, Mlp, ModelChoice, PythonFile, clients_of
-from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, PrivacyGroup, Sampling
+from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, Sampling
 from fedhdp.privacy.budget import OnBudgetExhausted
+from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
+from fedhdp.privacy.ledger import Budget
 from fedhdp.results.store import EXPERIMENT, can_be_folder, slug
 from fedhdp.server import ServerOptimizer
-
-
-class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A group as a user writes it: a noise multiplier, or the epsilon and delta that it wants."""
-
-    name: str
-    clients: int
-    sampling_rate: float
-    noise_multiplier: float | None = None
-    epsilon: float | None = None
-    delta: float | None = None  # None: the experiment's
-    weight: float = 1.0
-    pull: float = 0.05
-
-    def __post_init__(self) -> None:
-        given = (self.noise_multiplier is not None) + (self.epsilon is not None)
-        said = ("neither", "", "both")[given]
-        require(given == 1, f"group {self.name!r}", said, "given either a noise_multiplier or an epsilon")
-        if self.epsilon is not None:
-            require(self.epsilon > 0, "epsilon", self.epsilon, "above 0")
-        if self.delta is not None:
-            require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
-        self.group(self.noise_multiplier or 0.0)  # the other fields are checked there
-
-    def group(self, noise_multiplier: float) -> PrivacyGroup:
-        """The group at this noise."""
-        return PrivacyGroup(self.name, self.clients, noise_multiplier, self.sampling_rate, self.weight, self.pull)
-
-
-class MechanismConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A mechanism as a user writes it."""
-
-    groups: tuple[GroupConfig, ...]
-    clip: float | AdaptiveClip
-    noise: Noise = "shared"
-    sampling: Sampling = "poisson"
-
-    def __post_init__(self) -> None:
-        self._at([group.noise_multiplier or 0.0 for group in self.groups])
-
-    def _at(self, noise_multipliers: list[float]) -> Mechanism:
-        groups = tuple(group.group(z) for group, z in zip(self.groups, noise_multipliers))
-        return Mechanism(groups, self.clip, self.noise, self.sampling)
-
-    @property
-    def by_epsilon(self) -> bool:
-        """Whether any group named an epsilon."""
-        return any(group.epsilon is not None for group in self.groups)
-
-    def mechanism(self, rounds: int, delta: float) -> Mechanism:
-        """The mechanism that keeps what the groups want for this many rounds."""
-        mechanism = self._at([group.noise_multiplier or 0.0 for group in self.groups])
-        if not self.by_epsilon:
-            return mechanism
-        from fedhdp.privacy.calibration import calibrate
-
-        for wanted in {group.delta or delta for group in self.groups if group.epsilon is not None}:
-            asked = [g for g in self.groups if g.epsilon is not None and (g.delta or delta) == wanted]
-            mechanism = calibrate(
-                mechanism, {g.name: g.epsilon for g in asked if g.epsilon is not None}, rounds, wanted
-            )
-        return mechanism
 
 
 class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -125,17 +65,6 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ALGORITHMS[self.algorithm](Mechanism(groups, chosen.clip, noise, sampling))
 
 
-class LifetimeBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a group may spend in its life, over all runs of a ledger."""
-
-    epsilon: float
-    delta: float
-
-    def __post_init__(self) -> None:
-        require(self.epsilon >= 0, "epsilon", self.epsilon, "at least 0")
-        require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
-
-
 class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All that is needed to run a comparison, and to run it again."""
 
@@ -154,8 +83,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint_seconds: float = 30.0
     delta: float = 1e-4
     ledger: str | None = None  # the file in which this population's spending is kept
-    budgets: dict[str, LifetimeBudget] = {}
-    when_spent: OnBudgetExhausted = "stop"  # what to do when a group's budget is spent
+    budgets: dict[str, Budget] = {}  # by group, over all runs of the ledger
+    on_budget_exhausted: OnBudgetExhausted = "stop"  # end the run, or drop_group: sample that group no more
 
     @property
     def population(self) -> str:
@@ -187,9 +116,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in self.budgets:
             require(name in groups, "budgets", name, f"of groups that exist ({', '.join(groups)})")
         for variant in self.variants:
-            asked = self.mechanism._at([group.noise_multiplier or 0.0 for group in self.mechanism.groups])
             training, _ = self.trained(variant)
-            training.check(variant.mechanism(asked))
+            training.check(variant.mechanism(self.mechanism.uncalibrated()))
 
     def trained(self, variant: Variant) -> tuple[LocalTraining, ServerOptimizer]:
         """How clients train and how the server takes updates in, for a variant."""
@@ -210,7 +138,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def delta_of(self, group: str) -> float:
         """The delta at which a group's epsilon is told."""
-        return next(wanted.delta or self.delta for wanted in self.mechanism.groups if wanted.name == group)
+        return next(config.delta or self.delta for config in self.mechanism.groups if config.name == group)
 
 
 def _changed(value: Any, variant: Variant, field: str) -> Any:
@@ -276,7 +204,7 @@ KINDS = {
     "object": "a table",
     "array": "a list",
 }
-PARTS = (GroupConfig, MechanismConfig, AdaptiveClip, LocalTraining, ServerOptimizer, Variant, LifetimeBudget)
+PARTS = (GroupConfig, MechanismConfig, AdaptiveClip, LocalTraining, ServerOptimizer, Variant, Budget)
 FIELDS = {
     field.name: field
     for struct in (*get_args(Data), *get_args(ModelChoice), *PARTS, Experiment)

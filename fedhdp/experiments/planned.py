@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from fedhdp.experiments.components import Handwriting, Mlp
-from fedhdp.experiments.config import Experiment, GroupConfig, MechanismConfig, Variant
+from fedhdp.experiments.config import Experiment, Variant
 from fedhdp.experiments.presets import PAPER_TRAINING
+from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 from fedhdp.theory.planning import Plan
 
 PIXELS, CLASSES = 784, 10
@@ -16,7 +17,13 @@ def planned(plan: Plan) -> Experiment:
     """The experiment; the network has as many parameters as a hidden layer can make it."""
     hidden = max(1, round((plan.parameters - CLASSES) / (PIXELS + 1 + CLASSES)))
     groups = tuple(
-        GroupConfig(level.name, level.clients, group.sampling_rate, epsilon=level.epsilon_asked, weight=group.weight)
+        GroupConfig(
+            level.name,
+            level.clients,
+            sampling_rate=group.sampling_rate,
+            epsilon=level.epsilon_asked,
+            weight=group.weight,
+        )
         for level, group in zip(plan.levels, plan.mechanism.groups)
     )
     asked = ", ".join(f"{level.name} ({_in_words(level.epsilon_asked)})" for level in plan.levels)

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from fedhdp.client import LocalTraining
 from fedhdp.experiments.components import Cnn, Handwriting
-from fedhdp.experiments.config import Experiment, GroupConfig, MechanismConfig, Variant
+from fedhdp.experiments.config import Experiment, Variant
 from fedhdp.mechanism import AdaptiveClip
+from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 
 PAPER_TRAINING = LocalTraining(epochs=25, batch_size=20, learning_rate=0.5, decay=0.9, decay_every=50)
 OPTED_OUT, PRIVATE = "opted out", "private"
 
 
 def _two_levels(weight: float, noise_multiplier: float = 1.5) -> MechanismConfig:
-    opted_out = GroupConfig(OPTED_OUT, 100, 0.05, noise_multiplier=0.0)
-    private = GroupConfig(PRIVATE, 1900, 0.05, noise_multiplier=noise_multiplier, weight=weight)
+    opted_out = GroupConfig(OPTED_OUT, 100, sampling_rate=0.05, noise_multiplier=0.0)
+    private = GroupConfig(PRIVATE, 1900, sampling_rate=0.05, noise_multiplier=noise_multiplier, weight=weight)
     return MechanismConfig((opted_out, private), AdaptiveClip(initial=0.5))
 
 
@@ -75,9 +76,9 @@ def by_writer() -> Experiment:
 def three_levels() -> Experiment:
     """Three privacy levels: opted out, relaxed (noise 0.75) and strict (noise 3), with both kinds of noise."""
     groups = (
-        GroupConfig(OPTED_OUT, 100, 0.05, noise_multiplier=0.0),
-        GroupConfig("relaxed", 900, 0.05, noise_multiplier=0.75, weight=0.02),
-        GroupConfig("strict", 1000, 0.05, noise_multiplier=3.0, weight=0.005),
+        GroupConfig(OPTED_OUT, 100, sampling_rate=0.05, noise_multiplier=0.0),
+        GroupConfig("relaxed", 900, sampling_rate=0.05, noise_multiplier=0.75, weight=0.02),
+        GroupConfig("strict", 1000, sampling_rate=0.05, noise_multiplier=3.0, weight=0.005),
     )
     return Experiment(
         name="three-levels",
@@ -98,8 +99,8 @@ def three_levels() -> Experiment:
 def letters() -> Experiment:
     """62 classes by writer with the paper's convolutional network (slow without a GPU)."""
     weight = 0.1
-    opted_out = GroupConfig(OPTED_OUT, 25, 0.1, noise_multiplier=0.0, pull=0.25)
-    private = GroupConfig(PRIVATE, 475, 0.1, noise_multiplier=1.0, weight=weight, pull=0.25)
+    opted_out = GroupConfig(OPTED_OUT, 25, sampling_rate=0.1, noise_multiplier=0.0, pull=0.25)
+    private = GroupConfig(PRIVATE, 475, sampling_rate=0.1, noise_multiplier=1.0, weight=weight, pull=0.25)
     return Experiment(
         name="letters",
         about=letters.__doc__ or "",

@@ -14,15 +14,15 @@ from msgspec.structs import replace
 
 import fedhdp
 from fedhdp.engine.personal_store import personal_bytes, personal_bytes_limit
-from fedhdp.experiments.billing import RunBilling
 from fedhdp.experiments.config import Experiment, from_toml, to_toml
 from fedhdp.mechanism import SERVER, Mechanism
 from fedhdp.models import Model
-from fedhdp.privacy.budget import BudgetExhausted
+from fedhdp.privacy.accounting import privacy_costs
+from fedhdp.privacy.budget import BudgetExhausted, RunBilling
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results import store as results
 from fedhdp.results.metrics import MetricRow
-from fedhdp.results.schema import Summary, VariantResult, attach_metrics
+from fedhdp.results.schema import GroupResult, Summary, VariantResult, account_groups, attach_metrics
 from fedhdp.results.store import RunDirectory
 from fedhdp.rng import os_entropy
 from fedhdp.simulation import Simulation, cohorts_of, global_training
@@ -52,7 +52,7 @@ Watch = Callable[[Progress], bool]  # is told after every round; False asks the 
 
 def run(experiment: Experiment, out: Path, watch: Watch) -> Summary:
     """Run an experiment into a new folder; where it cannot even begin, there is no folder."""
-    mechanism = experiment.mechanism.mechanism(experiment.rounds, experiment.delta)
+    mechanism = experiment.mechanism.build(experiment.rounds, experiment.delta)
     experiment = experiment.pinned()
     with RunDirectory.create(out, to_toml(experiment).encode()) as folder:
         try:
@@ -75,7 +75,7 @@ def resume(out: Path, watch: Watch) -> Summary:
             ) from error
         if (out / results.SUMMARY).exists():
             return results.read_value(out / results.SUMMARY, Summary)
-        return _run(experiment, experiment.mechanism.mechanism(experiment.rounds, experiment.delta), folder, watch)
+        return _run(experiment, experiment.mechanism.build(experiment.rounds, experiment.delta), folder, watch)
 
 
 def each_seed(experiment: Experiment, seeds: Iterable[int]) -> list[Experiment]:
@@ -159,11 +159,9 @@ def _ledger(experiment: Experiment, chosen: Mechanism, mechanisms: list[Mechanis
     if experiment.ledger is None:
         yield None
         return
-    from fedhdp.privacy.accounting import privacy_costs, within_budget
-
     for variant, mechanism in zip(experiment.variants, mechanisms):
-        for group, spent in zip(chosen.groups, privacy_costs(mechanism).values()):
-            if not group.opted_out and spent.noise_multiplier == 0 and spent.sampling_rate > 0:
+        for group, cost in zip(chosen.groups, privacy_costs(mechanism).values(), strict=True):
+            if not group.opted_out and cost.noise_multiplier == 0 and cost.sampling_rate > 0:
                 raise ValueError(
                     f"{variant.name} gives {group.name!r} no noise, and {experiment.ledger} would hold that against it "
                     "for good: leave the variant out, or run it without the ledger"
@@ -174,10 +172,10 @@ def _ledger(experiment: Experiment, chosen: Mechanism, mechanisms: list[Mechanis
             f"variants sample in several ways ({', '.join(sorted(samplings))}), and {experiment.ledger} can add up one: "
             "run them apart, each with a ledger of its own, or without"
         )
-    with Ledger(experiment.ledger, within_budget) as ledger:
+    with Ledger(experiment.ledger) as ledger:
         for name, budget in experiment.budgets.items():
-            ledger.tighten(name, budget.epsilon, budget.delta)
-        ledger.expect(chosen.groups)
+            ledger.lower_budget(name, budget)
+        ledger.check_groups(chosen.groups)
         yield ledger
 
 
@@ -199,7 +197,7 @@ class _Batch:
         self.place = (self.variants[0].name + more, indices[0] + 1, len(experiment.variants))
         self.begun = time.monotonic()
         self._go_on()
-        self.payers = self._payers(folder.id, ledger)
+        self.billings = self._billings(folder.id, ledger)
         # Once the ledger has taken the run: how often rounds were shown is kept before it is forgotten that they were.
         if any(part.history() != history for part, history in zip(self.parts, self.histories)):
             self.keep()
@@ -220,12 +218,21 @@ class _Batch:
         self.again += max(0, shown - self.simulation.round)
         self.histories = [part.history(until=self.simulation.round) for part in self.parts]
 
-    def _payers(self, run_id: str, ledger: Ledger | None) -> list[RunBilling]:
-        """Who pays for each variant; a run is charged under the name of the first variant that shares it."""
+    def _billings(self, run_id: str, ledger: Ledger | None) -> list[RunBilling]:
+        """The billing of each variant; a run is charged under the name of the first variant that shares it."""
         names = [self.variants[self.simulation.run_of.index(run)].name for run in self.simulation.run_of]
         return [
             RunBilling(
-                self.experiment, self.simulation, number, ledger, f"{run_id}/{name}", self.simulation.round, self.again
+                self.simulation.mechanisms[number],
+                ledger,
+                f"{run_id}/{name}",
+                repeatable=self.experiment.noise_seed is not None,
+                on_exhausted=self.experiment.on_budget_exhausted,
+                delta_of=self.experiment.delta_of,
+                completed=self.simulation.round,
+                replayed_rounds=self.again,
+                population=self.experiment.population,
+                begin=number == 0,  # with a ledger all variants of a simulation are one run
             )
             for number, name in enumerate(names)
         ]
@@ -249,17 +256,17 @@ class _Batch:
     def progress(self, round: int) -> Progress:
         """Where it stands after a round."""
         latest = tuple(value for value in map(_latest, self.histories) if value is not None)
-        prices = (partial(_priced, self.payers, round), self.payers[0].rounds_left)
+        prices = (partial(_epsilon_ranges, self.billings, round), self.billings[0].rounds_left)
         return Progress(*self.place, round, self.experiment.rounds, latest, *prices)
 
     def finish(self, stopped: str | None) -> list[VariantResult]:
         """What its variants came to, kept with each of them."""
         seconds, repeatable = self.seconds / len(self.variants), self.experiment.noise_seed is not None
         found = []
-        for one, payer, history in zip(self.variants, self.payers, self.histories):
-            paid = payer.priced(self.simulation.round)
+        for one, billing, history in zip(self.variants, self.billings, self.histories, strict=True):
+            costs = _group_results(billing, self.simulation.round)
             made = VariantResult(
-                one.name, one.algorithm, self.simulation.round, seconds, repeatable, paid, stopped=stopped
+                one.name, one.algorithm, self.simulation.round, seconds, repeatable, costs, stopped=stopped
             )
             found.append(attach_metrics(made, history))
         scores = self.simulation.client_scores()
@@ -276,10 +283,12 @@ def _play(batch: _Batch, watch: Watch) -> list[VariantResult]:
     watch(Progress(*batch.place, 0, experiment.rounds))
     while simulation.round < experiment.rounds:
         try:
-            batch.payers[0].pay()
+            mechanisms = batch.billings[0].charge_next(simulation.mechanisms)
         except BudgetExhausted as error:
             stopped = str(error)
             break
+        if mechanisms != list(simulation.mechanisms):
+            simulation.set_mechanisms(mechanisms)
         simulation.run_round()
         if simulation.round % experiment.evaluate_every == 0 or simulation.round == experiment.rounds:
             batch.evaluate()
@@ -296,10 +305,15 @@ def _play(batch: _Batch, watch: Watch) -> list[VariantResult]:
     return batch.finish(stopped)
 
 
-def _priced(payers: list[RunBilling], rounds: int) -> dict[str, tuple[float, float]]:
+def _group_results(billing: RunBilling, rounds: int) -> list[GroupResult]:
+    """Every group with what a run has cost it: what the ledger charged, replayed rounds included."""
+    return account_groups(billing.mechanism, lambda name: billing.costs(name, rounds), billing.delta_of)
+
+
+def _epsilon_ranges(billings: list[RunBilling], rounds: int) -> dict[str, tuple[float, float]]:
     """Each group's least and largest epsilon among the variants."""
-    by_payer = [payer.epsilon(rounds) for payer in payers]
-    of_group = {name: [epsilon[name] for epsilon in by_payer] for name in by_payer[0]}
+    by_variant = [billing.epsilon(rounds) for billing in billings]
+    of_group = {name: [epsilon[name] for epsilon in by_variant] for name in by_variant[0]}
     return {name: (min(epsilons), max(epsilons)) for name, epsilons in of_group.items()}
 
 

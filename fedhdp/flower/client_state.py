@@ -137,27 +137,27 @@ class Folder(Memory):
 
     def left(self, once: PrivacyCost, budget: Budget | None) -> float:
         """How many such rounds every budget that was ever wanted still allows."""
-        with Ledger(self.path / "client.ledger", within_budget) as ledger:
+        with Ledger(self.path / "client.ledger") as ledger:
             known = ledger.budget(ME) if ME in ledger.groups() else None
             budgets = [one for one in (budget, known) if one is not None]
-            return min((rounds_left(ledger.spent(ME), once, *one) for one in budgets), default=math.inf)
+            return min((rounds_left(ledger.costs(ME), once, one) for one in budgets), default=math.inf)
 
     def overspent(self, budget: Budget | None) -> bool:
         """Whether more is counted than any budget allows that was ever wanted."""
-        with Ledger(self.path / "client.ledger", within_budget) as ledger:
+        with Ledger(self.path / "client.ledger") as ledger:
             if budget is not None:
-                ledger.tighten(ME, *budget)
+                ledger.lower_budget(ME, budget)
             known = ledger.budget(ME) if ME in ledger.groups() else None
-            return known is not None and not within_budget(ledger.spent(ME), *known)
+            return known is not None and not within_budget(ledger.costs(ME), known)
 
     def charge(self, run: str, spent: PrivacyCost, budget: Budget | None) -> None:
         """Count rounds in the client's own ledger before anything is sent, or decline where its budget is spent."""
         name = f"{run} z={spent.noise_multiplier!r} q={spent.sampling_rate!r}"
         alone = Mechanism((PrivacyGroup(ME, 1, spent.noise_multiplier, spent.sampling_rate),), clip=1.0)
-        with Ledger(self.path / "client.ledger", within_budget) as ledger:
+        with Ledger(self.path / "client.ledger") as ledger:
             ledger.begin(name, alone)
             if budget is not None:
-                ledger.tighten(ME, *budget)  # all that were ever wanted hold
+                ledger.lower_budget(ME, budget)  # all that were ever wanted hold
             try:
                 ledger.charge(name, {ME: spent})
             except BudgetError as error:

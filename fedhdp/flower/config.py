@@ -19,31 +19,12 @@ import tomli_w
 
 from fedhdp.client import LocalTraining
 from fedhdp.errors import require
-from fedhdp.experiments.config import (
-    GroupConfig,
-    LifetimeBudget,
-    MechanismConfig,
-    format_validation_error,
-    without_none,
-)
+from fedhdp.experiments.config import format_validation_error, without_none
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, PrivacyGroup
 from fedhdp.privacy.budget import OnBudgetExhausted
+from fedhdp.privacy.calibration import GroupConfig, MechanismConfig, PrivacyLevel
+from fedhdp.privacy.ledger import Budget
 from fedhdp.server import ServerOptimizer
-
-
-class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A privacy level that clients can choose: by its noise multiplier, or by the epsilon it keeps after all rounds."""
-
-    sampling_rate: float
-    noise_multiplier: float | None = None
-    epsilon: float | None = None  # infinity opts out
-    delta: float | None = None  # None: the deployment's
-    weight: float = 1.0
-    pull: float = 0.05
-
-    def wanted(self, name: str, clients: int) -> GroupConfig:
-        """The group of the clients who chose this level."""
-        return GroupConfig(name, clients, **msgspec.structs.asdict(self))
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -52,7 +33,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     out: str  # the folder of the run; where there is one, the run goes on
     ledger: str  # the file in which this population's choices and spending are kept, over all runs
     rounds: int
-    levels: dict[str, Level]
+    levels: dict[str, PrivacyLevel]
     clip: float | AdaptiveClip
     noise: Noise = "shared"
     name: str = "deployment"
@@ -64,8 +45,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         None  # None: the operating system's entropy; a number makes the run repeatable, not private
     )
     delta: float = 1e-4
-    budgets: dict[str, LifetimeBudget] = {}
-    when_spent: OnBudgetExhausted = "stop"
+    budgets: dict[str, Budget] = {}
+    on_budget_exhausted: OnBudgetExhausted = "stop"
     evaluate_every: int = 0  # ask clients how good models are, every so many rounds and at the end; 0: never
     score_every: int = 0  # look at the server's own test set, every so many rounds and at the end; 0: as evaluate_every
     least_clients: int = 1  # how many must have registered before the first round
@@ -85,16 +66,19 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
             require(0 < getattr(self, field) < math.inf, field, getattr(self, field), "finite and above 0")
         for name in self.budgets:
             require(name in self.levels, "budgets", name, f"of levels on offer ({', '.join(self.levels)})")
-        offered = self._wanted(dict.fromkeys(self.levels, 1))
-        self.training.check(offered._at([level.noise_multiplier or 0.0 for level in self.levels.values()]))
+        self.training.check(self._mechanism_config(dict.fromkeys(self.levels, 1)).uncalibrated())
 
-    def _wanted(self, clients: Mapping[str, int]) -> MechanismConfig:
-        groups = tuple(level.wanted(name, clients[name]) for name, level in self.levels.items() if clients.get(name))
+    def _mechanism_config(self, clients: Mapping[str, int]) -> MechanismConfig:
+        groups = tuple(
+            GroupConfig(name, clients[name], **msgspec.structs.asdict(level))
+            for name, level in self.levels.items()
+            if clients.get(name)
+        )
         return MechanismConfig(groups, self.clip, self.noise, "poisson")
 
     def mechanism(self, clients: Mapping[str, int]) -> Mechanism:
         """The mechanism for this many clients of each level; a level that nobody chose is not in it."""
-        return self._wanted(clients).mechanism(self.rounds, self.delta)
+        return self._mechanism_config(clients).build(self.rounds, self.delta)
 
     def delta_of(self, level: str) -> float:
         """The delta at which a level's epsilon is told."""

@@ -51,7 +51,7 @@ class Registry:
         new = sorted(connected - self._known)
         if new:
             seconds = self.deployment.gather_seconds
-            offer = replace(self._offer, charged=self.ledger.charged(f"{self._offer.run}/"))
+            offer = replace(self._offer, charged=self.ledger.charged_rounds(f"{self._offer.run}/"))
             messages = {node: ask_choice(node, offer, seconds) for node in new}
             sent, until = set(grid.push_messages(list(messages.values()))), time.monotonic() + seconds
             names = {message.metadata.message_id: node for node, message in messages.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from logging import INFO, WARNING
 from pathlib import Path
 
@@ -28,13 +28,11 @@ from fedhdp.flower.config import Deployment, from_run_config, from_toml, to_toml
 from fedhdp.flower.exchange import gather
 from fedhdp.flower.protocol import Arrays, as_record, shapes, unflat
 from fedhdp.flower.registry import Registry
-from fedhdp.flower.spending import DeploymentBilling, Segment
 from fedhdp.flower.strategy import FedHDP
-from fedhdp.privacy.accounting import within_budget
-from fedhdp.privacy.budget import BudgetExhausted
+from fedhdp.privacy.budget import BudgetExhausted, DeploymentBilling, Segment
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results import store as results
-from fedhdp.results.schema import Summary, VariantResult, attach_metrics
+from fedhdp.results.schema import Summary, VariantResult, account_groups, attach_metrics
 from fedhdp.results.store import RunDirectory, VariantDirectory
 from fedhdp.results.tables import format_table
 from fedhdp.server import averaged_model, initial_state
@@ -47,8 +45,8 @@ class Record(msgspec.Struct):
     """What a checkpoint holds beside arrays."""
 
     members: dict[str, str] = {}
-    stretches: list[Segment] = []
-    left_out: set[str] = set()
+    segments: list[Segment] = []
+    dropped_groups: set[str] = set()
     refused: dict[str, dict[str, int]] = {}
     strangers: int = 0
     shapes: dict[str, tuple[int, ...]] = {}  # of the model's arrays
@@ -76,7 +74,7 @@ def serve(grid: Grid, deployment: Deployment, start_model: Arrays, score: Score 
         raise TypeError(f"a model is a dictionary of named NumPy arrays, not a {type(start_model).__name__}")
     finite = len(start_model) > 0 and all(np.isfinite(array).all() for array in start_model.values())
     require(finite, "start model", sorted(start_model), "of one array or more, all finite")
-    with _folder(out, deployment) as folder, Ledger(deployment.ledger, within_budget) as ledger:
+    with _folder(out, deployment) as folder, Ledger(deployment.ledger) as ledger:
         if (out / results.SUMMARY).exists():
             log(WARNING, "%s holds a run that is finished", out)
             return results.read_value(out / results.SUMMARY, Summary)
@@ -85,6 +83,23 @@ def serve(grid: Grid, deployment: Deployment, start_model: Arrays, score: Score 
         summary = Summary(deployment.name, result.seconds, [result], fedhdp.__version__)
         results.write_value(out / results.SUMMARY, summary)
         return summary
+
+
+def start_billing(
+    deployment: Deployment, ledger: Ledger, run: str, segments: Iterable[Segment] = (), dropped: Iterable[str] = ()
+) -> DeploymentBilling:
+    """The billing of a deployment's run, from where it stands."""
+    return DeploymentBilling(
+        ledger,
+        run,
+        segments,
+        dropped,
+        build_mechanism=deployment.mechanism,
+        delta_of=deployment.delta_of,
+        repeatable=deployment.repeatable,
+        on_exhausted=deployment.on_budget_exhausted,
+        budgets=deployment.budgets,
+    )
 
 
 def _folder(out: Path, deployment: Deployment) -> RunDirectory:
@@ -113,8 +128,8 @@ def _serve(
     record = Record() if checkpoint is None else _record(checkpoint)
     before = 0.0 if checkpoint is None else float(checkpoint["seconds"])
     registry = Registry(deployment, ledger, run, record.members)
-    purse = DeploymentBilling(deployment, ledger, run, record.stretches, record.left_out)
-    strategy = FedHDP(deployment, registry, purse, run, start_model, score)
+    billing = start_billing(deployment, ledger, run, record.segments, record.dropped_groups)
+    strategy = FedHDP(deployment, registry, billing, run, start_model, score)
     strategy.summary()
     registry.wait_for_enough(grid)
     if checkpoint is not None:
@@ -130,7 +145,7 @@ def _serve(
     keep()
     stopped = _play(grid, strategy, part, keep)
     seconds = before + time.monotonic() - begun
-    groups = purse.priced()
+    groups = account_groups(billing.full_mechanism, billing.spent, deployment.delta_of)
     result = VariantResult(VARIANT, "fedhdp", strategy.round, seconds, deployment.repeatable, groups, stopped=stopped)
     result = attach_metrics(result, part.history())
     part.finish(_parameters(strategy), result)
@@ -158,10 +173,10 @@ def _play(grid: Grid, strategy: FedHDP, part: VariantDirectory, keep: Callable[[
 
 
 def _pack(strategy: FedHDP) -> dict[str, np.ndarray]:
-    purse, registry = strategy.purse, strategy.registry
+    billing, registry = strategy.billing, strategy.registry
     refused = {name: dict(counts) for name, counts in strategy.refused.items()}
     kind = shapes(strategy.like)
-    record = Record(registry.members, purse.stretches, purse.left_out, refused, strategy.strangers, kind)
+    record = Record(registry.members, billing.segments, billing.dropped_groups, refused, strategy.strangers, kind)
     arrays = {f"server_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(strategy.state))}
     text = np.frombuffer(msgspec.json.encode(record), np.uint8)
     return arrays | {"round": np.array(strategy.round), "record": text}
@@ -174,7 +189,7 @@ def _record(checkpoint: dict[str, np.ndarray]) -> Record:
 def _restore(strategy: FedHDP, checkpoint: dict[str, np.ndarray], record: Record) -> None:
     if record.shapes not in ({}, shapes(strategy.like)):
         raise ValueError(f"the checkpoint is of another model: {record.shapes}, not {shapes(strategy.like)}")
-    mechanism = record.stretches[-1].mechanism
+    mechanism = record.segments[-1].mechanism
     like = initial_state(mechanism, strategy.deployment.server, jnp.asarray(checkpoint["server_0"]))
     leaves, tree = jax.tree.flatten(like)
     strategy.state = jax.tree.unflatten(tree, [checkpoint[f"server_{i}"] for i in range(len(leaves))])

@@ -39,9 +39,9 @@ from fedhdp.flower.protocol import (
     unflat,
 )
 from fedhdp.flower.registry import Registry
-from fedhdp.flower.spending import DeploymentBilling
 from fedhdp.mechanism import SERVER, RoundParams
 from fedhdp.privacy.accounting import format_epsilon, pluralize
+from fedhdp.privacy.budget import DeploymentBilling
 from fedhdp.results.metrics import MetricRow, group_rows
 from fedhdp.rng import COHORT, NOISE, os_entropy, stream
 from fedhdp.server import ServerState, Sums
@@ -78,12 +78,12 @@ class FedHDP(Strategy):
         self,
         deployment: Deployment,
         registry: Registry,
-        purse: DeploymentBilling,
+        billing: DeploymentBilling,
         run: str,
         start_model: Arrays,
         score: Callable[[Arrays], float] | None = None,
     ):
-        self.deployment, self.registry, self.purse, self.run = deployment, registry, purse, run
+        self.deployment, self.registry, self.billing, self.run = deployment, registry, billing, run
         self.like, self.score = start_model, score
         self.round = 0  # rounds completed
         self.state: ServerState | None = None
@@ -103,11 +103,11 @@ class FedHDP(Strategy):
     def let_in(self, grid: Grid) -> None:
         """Let the clients who have registered by now take part, and be ready for as many groups as there are."""
         self.registry.listen(grid)
-        self.purse.admit(self.registry.members)
+        self.billing.admit(self.registry.members)
         if self.state is None:
             theta_P = jnp.asarray(flat(self.like))
-            self.state = server.initial_state(self.purse.mechanism, self.deployment.server, theta_P)
-        groups = len(self.purse.mechanism.groups)
+            self.state = server.initial_state(self.billing.mechanism, self.deployment.server, theta_P)
+        groups = len(self.billing.mechanism.groups)
         if self.state.refused_G.shape != (groups,):
             self.state = self.state._replace(refused_G=jnp.zeros(groups, jnp.int32))
 
@@ -117,9 +117,8 @@ class FedHDP(Strategy):
         """Charge the round, draw the cohort, and write to those of it who can be reached."""
         self.registry.wait_for_somebody(grid)
         self.let_in(grid)
-        self.purse.pay()
-        charged = self.purse.charged
-        mechanism = self.purse.mechanism  # a group may just have been left out
+        mechanism = self.billing.charge_next()
+        charged = self.billing.charged
         everyone = self._clients()
         every = self.deployment.evaluate_every
         evaluate = bool(every and self.round and self.round % every == 0)
@@ -137,7 +136,7 @@ class FedHDP(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Clip and sum what counts, noise it, move the model and the clip."""
         assert self.state is not None
-        mechanism = self.purse.mechanism
+        mechanism = self.billing.mechanism
         terms, answers, came, counts = mechanism.round_params, self._tie(replies), Counter[str](), Counter[str]()
         groups = [group.name for group in mechanism.groups]
         nobody_G = jnp.zeros(len(groups), jnp.int32)
@@ -155,7 +154,7 @@ class FedHDP(Strategy):
             self.refused[name].update({"not finite": int(count)} if count else {})
             came[name] -= int(count)
         self.state = _finish_round(self.deployment.server, terms, self.state, sums, self._noise_key())
-        self.purse.completed()
+        self.billing.completed()
         self.rows = self._score_rows(self.round, scores)  # of the model that was sent
         self.round += 1
         self.rows += self._round_rows(came)
@@ -171,9 +170,9 @@ class FedHDP(Strategy):
         """After the last round, and if clients are asked at all: everybody but those who are left out."""
         self._asked = []
         if self.deployment.evaluate_every and server_round == self.deployment.rounds:
-            charged, groups = self.purse.charged, self.purse.mechanism.groups
+            charged, groups = self.billing.charged, self.billing.mechanism.groups
             for client, group in self._clients():
-                if groups[group].name not in self.purse.left_out:
+                if groups[group].name not in self.billing.dropped_groups:
                     self._ask(MessageType.EVALUATE, client, group, arrays, charged, True)
         return [asked.message for asked in self._asked]
 
@@ -192,11 +191,11 @@ class FedHDP(Strategy):
     def _clients(self) -> list[tuple[str, int]]:
         """Every client with its group, in the order in which a mechanism has its clients."""
         members = self.registry.members.items()
-        groups = enumerate(group.name for group in self.purse.mechanism.groups)
+        groups = enumerate(group.name for group in self.billing.mechanism.groups)
         return [(client, number) for number, name in groups for client, level in members if level == name]
 
     def _ask(self, kind: str, client: str, group: int, model: ArrayRecord, charged: int, evaluate: bool) -> None:
-        node, mechanism = self.registry.reachable(client), self.purse.mechanism
+        node, mechanism = self.registry.reachable(client), self.billing.mechanism
         if node is None:
             return
         chosen = mechanism.groups[group]
@@ -237,7 +236,7 @@ class FedHDP(Strategy):
 
     def _score_rows(self, round: int, scores: dict[str, dict[str, float]]) -> list[MetricRow]:
         """What clients say of the global model and of their own, by group; of a group of one that is its own score."""
-        group_of, names = dict(self._clients()), [group.name for group in self.purse.mechanism.groups]
+        group_of, names = dict(self._clients()), [group.name for group in self.billing.mechanism.groups]
         rows = []
         for model in ("global", "personal"):
             told = [(group_of[client], said[model]) for client, said in scores.items() if model in said]
@@ -258,7 +257,7 @@ class FedHDP(Strategy):
         if self.strangers:
             rows.append(MetricRow(self.round, SERVER, "global", "refused: replayed", float(self.strangers)))
         sent = Counter(asked.order.level for asked in self._asked)
-        for name, epsilon in self.purse.epsilon().items():
+        for name, epsilon in self.billing.epsilon().items():
             values: dict[str, float] = {"drawn": self._drawn[name], "sent": sent[name], "replies": came[name]}
             values |= {"refused": self.refused[name].total(), "epsilon": epsilon}
             values |= {f"refused: {kind}": count for kind, count in self.refused[name].items()}

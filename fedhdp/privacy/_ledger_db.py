@@ -1,6 +1,6 @@
-"""A ledger's SQLite file: its tables, its versions, transactions that are durable or never were, and errors in words.
+"""The SQLite file of a ledger: its schema and versions, durable transactions, and SQLite's errors as ``LedgerError``.
 
-What is written in it, and when, is the ledger's business (`ledger`).
+What is written, and when, is decided in ``ledger.py``.
 """
 
 from __future__ import annotations
@@ -26,32 +26,39 @@ CREATE TABLE charges (
   PRIMARY KEY (run, "group", noise_multiplier, sampling_rate, sampling));
 CREATE INDEX charges_of_group ON charges ("group");
 """
-ADDED = {  # by version, to older files too
+MIGRATIONS = {  # by version; for new files too
     2: 'CREATE TABLE registrations (client TEXT PRIMARY KEY, "group" TEXT NOT NULL REFERENCES groups, at TEXT NOT NULL)',
-    3: "CREATE TABLE population (told TEXT NOT NULL)",
+    3: "CREATE TABLE population (description TEXT NOT NULL)",
+}
+ERRORS = {  # by the first two words of SQLite's name
+    "SQLITE_FULL": "the disk is full, so no round can be charged",
+    "SQLITE_BUSY": "another process has locked the ledger for too long",
+    "SQLITE_NOTADB": "not a ledger",
+    "SQLITE_CANTOPEN": "cannot be opened",
+    "SQLITE_READONLY": "cannot be written, so no round can be charged",
 }
 
 
 class LedgerFile:
-    """An open file; a context manager. Made where there is none, unless it is to be read only."""
+    """An open file, also a context manager that closes it; see ``Ledger`` for the arguments."""
 
-    def __init__(self, path: str | Path, *, read_only: bool = False, patience: float = 60.0) -> None:
+    def __init__(self, path: str | Path, *, read_only: bool = False, timeout: float = 60.0) -> None:
         self.path = Path(path)
         mode = "ro" if read_only else "rwc"
-        with self._in_words():
+        with self._translate_errors():
             uri = f"{self.path.absolute().as_uri()}?mode={mode}"
-            self._db = sqlite3.connect(uri, uri=True, timeout=patience, isolation_level=None)
+            self._db = sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None)
         try:
-            with self._in_words():
+            with self._translate_errors():
                 self._db.execute("PRAGMA foreign_keys = ON")
-                # EXTRA: a power cut just after a commit does not bring the journal back, and with it the budget.
+                # EXTRA: after a power cut, no journal that survived may roll a commit back and restore spent budget.
                 self._db.execute("PRAGMA synchronous = EXTRA")
-                new = self._recognise() == 0
-            if read_only and new:
-                raise LedgerError(f"{self.path}: not a ledger, but an empty file")
+                is_empty = self._version() == 0
+            if read_only and is_empty:
+                raise LedgerError(f"{self.path}: not a ledger, but an empty file", "path", self.path)
             if not read_only:
                 with self._transaction():
-                    self._prepare()
+                    self._migrate()
         except BaseException:
             self._db.close()
             raise
@@ -66,33 +73,34 @@ class LedgerFile:
         """Close the file."""
         self._db.close()
 
-    def _recognise(self) -> int:
+    def _version(self) -> int:
         """The version of the file, 0 where it is empty; a file that is no ledger, or a newer one, is refused."""
-        application, version, things = (
-            self._db.execute(question).fetchone()[0]
-            for question in ("PRAGMA application_id", "PRAGMA user_version", "SELECT COUNT(*) FROM sqlite_master")
+        application, version, objects = (
+            self._db.execute(query).fetchone()[0]
+            for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT COUNT(*) FROM sqlite_master")
         )
-        if (application, version, things) != (0, 0, 0) and application != APPLICATION:
-            raise LedgerError(f"{self.path}: not a ledger, but another program's database")
+        if (application, version, objects) != (0, 0, 0) and application != APPLICATION:
+            raise LedgerError(f"{self.path}: not a ledger, but another program's database", "path", self.path)
         if version > VERSION:
-            raise LedgerError(f"{self.path}: a ledger of version {version}; this fedhdp knows up to version {VERSION}")
-        return version
+            message = f"{self.path}: a ledger of version {version}, while this fedhdp reads versions up to {VERSION}"
+            raise LedgerError(message, "version", version)
+        return int(version)
 
-    def _prepare(self) -> None:
-        """Make the tables that are missing; inside the transaction, since another process may have made them by now."""
-        version = self._recognise()
+    def _migrate(self) -> None:
+        """Create the tables that are missing; in a transaction, since another process may be doing the same."""
+        version = self._version()
         if version < VERSION:
-            added = [statement for since, statement in ADDED.items() if since > version]
-            for statement in (*(SCHEMA.split(";") if version == 0 else ()), *added):
+            migrations = [statement for since, statement in MIGRATIONS.items() if since > version]
+            for statement in (*(SCHEMA.split(";") if version == 0 else ()), *migrations):
                 self._db.execute(statement)
             self._db.execute(f"PRAGMA user_version = {VERSION}")
             self._db.execute(f"PRAGMA application_id = {APPLICATION}")
-        self._db.execute("DELETE FROM runs WHERE FALSE")  # a file that cannot be written says so now, not at a round
+        self._db.execute("DELETE FROM runs WHERE FALSE")  # a file that cannot be written fails here, not at a round
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """All or nothing, alone with the file from the first read on."""
-        with self._in_words():
+        """All statements or none, with the file locked from the first read on."""
+        with self._translate_errors():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -103,17 +111,11 @@ class LedgerFile:
                 raise
 
     @contextlib.contextmanager
-    def _in_words(self) -> Iterator[None]:
-        """SQLite's errors as one line about this file."""
+    def _translate_errors(self) -> Iterator[None]:
+        """SQLite's errors as a LedgerError of one line that names the file."""
         try:
             yield
         except sqlite3.Error as error:
-            words = {
-                "SQLITE_FULL": "no room left to charge a round: the disk is full",
-                "SQLITE_BUSY": "another run has held the ledger for too long",
-                "SQLITE_NOTADB": "not a ledger",
-                "SQLITE_CANTOPEN": "cannot be opened",
-                "SQLITE_READONLY": "cannot be written, so no round can be charged",
-            }
             name = "_".join(getattr(error, "sqlite_errorname", "").split("_")[:2])
-            raise LedgerError(f"{self.path}: {words.get(name, 'damaged or unreadable')} ({error})") from error
+            message = f"{self.path}: {ERRORS.get(name, 'damaged or unreadable')} ({error})"
+            raise LedgerError(message, "path", self.path) from error

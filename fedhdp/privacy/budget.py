@@ -1,53 +1,306 @@
-"""A round is charged before anything of it can be seen, and what follows when a budget is spent.
+"""Billing: every round is charged to the ledger before it is run, and the mechanism to run is the result of the charge.
 
-Shared by simulated runs and deployments: they differ in what they are charged under, and in how they go on without a group.
+A group whose budget does not allow the next round ends the run (``stop``), or is sampled no more (``drop_group``), as
+the experiment or deployment chooses in ``on_budget_exhausted``. ``RunBilling`` is for simulated runs, whose groups are
+fixed; ``DeploymentBilling`` is for deployments, whose clients join while rounds are run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
+import msgspec
 from msgspec.structs import replace
 
 from fedhdp.mechanism import Mechanism
-from fedhdp.privacy.accounting import privacy_costs, without_noise
-from fedhdp.privacy.ledger import BudgetError, Ledger
+from fedhdp.privacy.accounting import (
+    PrivacyCost,
+    compose,
+    is_accounting_installed,
+    privacy_cost,
+    privacy_costs,
+    rounds_left,
+    without_noise,
+)
+from fedhdp.privacy.ledger import Budget, BudgetError, Ledger
 
-OnBudgetExhausted = Literal["stop", "leave_out"]
+OnBudgetExhausted = Literal["stop", "drop_group"]
 
 
 class BudgetExhausted(Exception):
-    """No further round can be paid for."""
+    """No further round can be charged: the run ends here."""
 
 
-def charge_round(
-    ledger: Ledger,
-    due: Callable[[], tuple[str, Mechanism]],
-    repeatable: bool,
-    when_spent: OnBudgetExhausted,
-    leave_out: Callable[[tuple[str, ...]], None],
-) -> None:
-    """Charge the next round to every group, durably: the run and the mechanism that are due, without those who are spent.
+class RunBilling:
+    """Charges the rounds of a simulated run, and knows their cost.
 
-    ``leave_out`` has the mechanism that is due go on without some groups. A repeatable round has noise that anybody can
-    compute, and is charged as what it is. ``BudgetExhausted`` when the run is to stop, or nobody is left to go on with.
+    Args:
+        mechanism: The run's mechanism, with all its groups.
+        ledger: The ledger to charge; None charges nothing and refuses nothing.
+        run: The name of the run in the ledger.
+        repeatable: Whether noise comes from a given seed; such rounds are charged as rounds without noise.
+        on_exhausted: What to do when a budget does not allow the next round.
+        delta_of: The delta at which a group's epsilon is computed.
+        completed: The rounds that the run has completed.
+        replayed_rounds: The rounds that were shown and, after a crash, run again with other noise. They count twice.
+        population: The population whose client numbers the groups' are.
+        begin: Whether to open the run in the ledger at once; False where another billing has opened it.
+
+    Raises:
+        LedgerError: If the ledger refuses the run.
     """
-    while True:
-        run, mechanism = due()
-        once = privacy_costs(mechanism)
-        try:
-            return ledger.charge(run, without_noise(once) if repeatable else once)
-        except BudgetError as error:
-            if when_spent == "stop":
-                raise BudgetExhausted(str(error)) from error
-            if all(group.sampling_rate == 0 for group in without(mechanism, error.groups).groups):
-                raise BudgetExhausted(f"{error}; nobody is left") from error
-            leave_out(error.groups)
+
+    def __init__(
+        self,
+        mechanism: Mechanism,
+        ledger: Ledger | None,
+        run: str,
+        *,
+        repeatable: bool,
+        on_exhausted: OnBudgetExhausted,
+        delta_of: Callable[[str], float],
+        completed: int = 0,
+        replayed_rounds: int = 0,
+        population: str = "",
+        begin: bool = True,
+    ):
+        self.mechanism, self.ledger, self.run = mechanism, ledger, run
+        self.repeatable, self.on_exhausted, self.delta_of = repeatable, on_exhausted, delta_of
+        self.replayed_rounds = 0 if repeatable else replayed_rounds  # with a seed they are the same rounds
+        if ledger is not None and begin:
+            ledger.begin(run, mechanism, completed + replayed_rounds, population=population or None)
+
+    def charge_next(self, mechanisms: Sequence[Mechanism]) -> list[Mechanism]:
+        """Charge the next round, durably, and return what to run.
+
+        Args:
+            mechanisms: The mechanisms of the next round. They share one global training, so the first is charged.
+
+        Returns:
+            The same mechanisms, or the mechanisms without the groups whose budgets are exhausted.
+
+        Raises:
+            BudgetExhausted: If the run is to stop, or no group is left. Nothing was charged.
+        """
+        mechanisms = list(mechanisms)
+        while self.ledger is not None:
+            try:
+                _charge(self.ledger, self.run, mechanisms[0], self.repeatable)
+                break
+            except BudgetError as error:
+                if ending := _end_of_run(mechanisms[0], error, self.on_exhausted):
+                    raise ending from error
+                mechanisms = [drop_groups(mechanism, error.groups) for mechanism in mechanisms]
+        return mechanisms
+
+    def epsilon(self, rounds: int) -> dict[str, float]:
+        """Each group's epsilon after some rounds of this run, over all runs of the ledger where there is one.
+
+        Args:
+            rounds: The rounds completed in this run.
+
+        Returns:
+            Epsilons by group; infinity without noise. Empty where dp-accounting is not installed.
+        """
+        if not is_accounting_installed():
+            return {}
+        return {
+            group.name: math.inf
+            if self.mechanism.effective_noise_multiplier(group) == 0
+            else compose(
+                self._run_costs(group.name, rounds) if self.ledger is None else self.ledger.costs(group.name),
+                self.delta_of(group.name),
+            )
+            for group in self.mechanism.groups
+        }
+
+    def rounds_left(self) -> dict[str, float]:
+        """How many more rounds the budgets allow, for the groups that have one."""
+        if self.ledger is None:
+            return {}
+        budgets = {group.name: self.ledger.budget(group.name) for group in self.mechanism.groups}
+        costs = privacy_costs(self.mechanism)
+        return {
+            name: rounds_left(self.ledger.costs(name), costs[name], budget)
+            for name, budget in budgets.items()
+            if budget is not None
+        }
+
+    def costs(self, group: str, rounds: int) -> tuple[PrivacyCost, ...]:
+        """What this run has cost a group, replayed rounds included; for a repeatable run, as if it were not.
+
+        Args:
+            group: The group's name.
+            rounds: The rounds completed in this run.
+        """
+        if self.ledger is None or self.repeatable:
+            return self._run_costs(group, rounds)
+        return self.ledger.costs(group, self.run)
+
+    def _run_costs(self, group: str, rounds: int) -> tuple[PrivacyCost, ...]:
+        return (privacy_costs(self.mechanism, rounds + self.replayed_rounds)[group],)
 
 
-def without(mechanism: Mechanism, names: Iterable[str]) -> Mechanism:
-    """The mechanism in which nobody of these groups is drawn."""
-    left_out = set(names)
-    groups = (replace(group, sampling_rate=0.0) if group.name in left_out else group for group in mechanism.groups)
+class Segment(msgspec.Struct):
+    """Consecutive rounds of a deployment under one mechanism, and the name of their run in the ledger."""
+
+    name: str
+    mechanism: Mechanism
+    rounds: int = 0
+
+
+class DeploymentBilling:
+    """Charges the rounds of a deployment, and knows their cost.
+
+    Clients join, and groups are dropped, while rounds are run, so a deployment has one mechanism after another. Each is a
+    run of its own in the ledger, and a group's epsilon composes all of them.
+
+    Args:
+        ledger: The ledger to charge.
+        run: The name of the deployment's run; its runs in the ledger are called ``run/1``, ``run/2``.
+        segments: The segments so far, empty for a new run.
+        dropped_groups: The groups that were dropped so far.
+        build_mechanism: The mechanism for a number of clients by level.
+        delta_of: The delta at which a level's epsilon is computed.
+        repeatable: Whether noise or cohorts come from a given seed; such rounds are charged as rounds without noise.
+        on_exhausted: What to do when a budget does not allow the next round.
+        budgets: Budgets by level, which lower those of the ledger when clients are admitted.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        run: str,
+        segments: Iterable[Segment] = (),
+        dropped_groups: Iterable[str] = (),
+        *,
+        build_mechanism: Callable[[Mapping[str, int]], Mechanism],
+        delta_of: Callable[[str], float],
+        repeatable: bool,
+        on_exhausted: OnBudgetExhausted,
+        budgets: Mapping[str, Budget],
+    ):
+        self.ledger, self.run = ledger, run
+        self.segments, self.dropped_groups = list(segments), set(dropped_groups)
+        self.repeatable, self.on_exhausted, self.delta_of = repeatable, on_exhausted, delta_of
+        self._build_mechanism, self._budgets = build_mechanism, dict(budgets)
+        self._members: dict[str, str] = {}
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """The mechanism of the next round."""
+        return self.segments[-1].mechanism
+
+    @property
+    def full_mechanism(self) -> Mechanism:
+        """The mechanism with all groups, also those that were dropped."""
+        return self._build_mechanism(Counter(self._members.values()))
+
+    def admit(self, members: Mapping[str, str]) -> None:
+        """Run the next rounds with these clients.
+
+        Args:
+            members: The level of each client.
+
+        Raises:
+            LedgerError: If the ledger refuses them, or has charged fewer rounds than are completed.
+        """
+        if dict(members) != self._members:
+            self._members = dict(members)
+            for name, budget in self._budgets.items():
+                self.ledger.lower_budget(name, budget)
+            self._begin_segment()
+
+    def charge_next(self) -> Mechanism:
+        """Charge the next round, durably, and return the mechanism to run.
+
+        Returns:
+            The mechanism of the next round, without the groups whose budgets are exhausted.
+
+        Raises:
+            BudgetExhausted: If the run is to stop, or no group is left. Nothing was charged.
+        """
+        while True:
+            try:
+                _charge(self.ledger, self.segments[-1].name, self.mechanism, self.repeatable)
+                return self.mechanism
+            except BudgetError as error:
+                if ending := _end_of_run(self.mechanism, error, self.on_exhausted):
+                    if self.on_exhausted == "drop_group":
+                        self.dropped_groups = {group.name for group in self.mechanism.groups}
+                    raise ending from error
+                self.dropped_groups |= set(error.groups)
+            self._begin_segment()
+
+    def completed(self) -> None:
+        """Count a round that was charged and is completed."""
+        self.segments[-1].rounds += 1
+
+    @property
+    def charged(self) -> int:
+        """How many rounds of this run are charged, also those that were run again after a crash."""
+        return self.ledger.charged_rounds(f"{self.run}/")
+
+    def spent(self, level: str) -> list[PrivacyCost]:
+        """What this run has cost the clients of a level; for a repeatable run, as if it were not."""
+        if self.repeatable:
+            return [
+                privacy_cost(segment.mechanism, group, segment.rounds)
+                for segment in self.segments
+                for group in segment.mechanism.groups
+                if group.name == level and segment.rounds
+            ]
+        names = [run.name for run in self.ledger.runs() if run.name.startswith(f"{self.run}/")]
+        return [cost for name in names for cost in self.ledger.costs(level, name)]
+
+    def epsilon(self) -> dict[str, float]:
+        """Each group's epsilon over all runs of the ledger: infinity for groups that opted out."""
+        return {
+            group.name: math.inf
+            if group.opted_out
+            else compose(self.ledger.costs(group.name), self.delta_of(group.name))
+            for group in self.mechanism.groups
+        }
+
+    def _begin_segment(self) -> None:
+        """Begin the segment of the next mechanism, or resume it; the ledger must have charged what was completed."""
+        self.ledger.check_charged(self.run, sum(segment.rounds for segment in self.segments), self.charged)
+        mechanism = drop_groups(self.full_mechanism, self.dropped_groups)
+        if not self.segments or self.mechanism != mechanism:
+            taken = {run.name for run in self.ledger.runs()}  # also runs that began after the last checkpoint
+            names = (f"{self.run}/{number}" for number in itertools.count(1))
+            self.segments.append(Segment(next(name for name in names if name not in taken), mechanism))
+        self.ledger.begin(self.segments[-1].name, mechanism, self.segments[-1].rounds, self._members)
+
+
+def drop_groups(mechanism: Mechanism, names: Iterable[str]) -> Mechanism:
+    """The mechanism in which no client of some groups is sampled.
+
+    Args:
+        mechanism: The mechanism.
+        names: The names of the groups to drop.
+
+    Returns:
+        The mechanism with the same groups and a sampling rate of 0 for these.
+    """
+    dropped = set(names)
+    groups = (replace(group, sampling_rate=0.0) if group.name in dropped else group for group in mechanism.groups)
     return replace(mechanism, groups=tuple(groups))
+
+
+def _charge(ledger: Ledger, run: str, mechanism: Mechanism, repeatable: bool) -> None:
+    """Charge one round of a mechanism; anybody can compute the noise of a repeatable round, so that counts as none."""
+    costs = privacy_costs(mechanism)
+    ledger.charge(run, without_noise(costs) if repeatable else costs)
+
+
+def _end_of_run(mechanism: Mechanism, error: BudgetError, on_exhausted: OnBudgetExhausted) -> BudgetExhausted | None:
+    """The exception that ends the run, unless it may go on without the groups of the error and others are left."""
+    if on_exhausted == "stop":
+        return BudgetExhausted(str(error))
+    is_sampled = any(group.sampling_rate > 0 for group in drop_groups(mechanism, error.groups).groups)
+    return None if is_sampled else BudgetExhausted(f"{error}; no group is left")

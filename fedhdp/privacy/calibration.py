@@ -1,7 +1,8 @@
-"""From an epsilon to the noise that keeps it: the inverse of ``accounting``, by searching it.
+"""From an epsilon to the noise that keeps it, and the configuration in which users state either of the two.
 
-A price falls as noise grows, so the search keeps a noise that is enough and one that is too little until the price of
-the first is within half a percent of the target. What comes back is always the one that is enough.
+Epsilon falls as noise grows, so calibration is a search: it narrows an interval between a noise multiplier that is
+enough and one that is too small until the epsilon of the first is within half a percent of the target. The result is
+always the one that is enough.
 """
 
 from __future__ import annotations
@@ -13,34 +14,132 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from fedhdp.errors import require
-from fedhdp.mechanism import MAX_VALUE, SENSITIVITY, Mechanism, PrivacyGroup, Sampling
+from fedhdp.mechanism import MAX_VALUE, SENSITIVITY, AdaptiveClip, Mechanism, Noise, PrivacyGroup, Sampling
 from fedhdp.privacy.accounting import MIN_NOISE_MULTIPLIER, Accountant, compose, gaussian_cost
 
-ROUNDS_BY_PLD = 100_000
+MAX_ROUNDS_PLD = 100_000  # beyond, calibration by PLD takes minutes
 
 
-def min_noise_multiplier(price: Callable[[float], float], target: float) -> float:
-    """The least noise whose price is at most the target and, where price is continuous, at least 99.5% of it."""
-    low = high = 0.0  # logarithms of multipliers, since the price is close to a power of the multiplier
-    while (above := price(math.exp(low))) <= target and math.exp(low) > MIN_NOISE_MULTIPLIER:
+class PrivacyLevel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a client can choose: a noise multiplier, or the epsilon that all rounds together may reach.
+
+    Args:
+        sampling_rate: The probability that a client takes part in a round.
+        noise_multiplier: The noise of a round; 0 opts out. Either this or ``epsilon``.
+        epsilon: The epsilon after all rounds; infinity opts out.
+        delta: The delta of ``epsilon``; None takes the experiment's or the deployment's.
+        weight: What one update counts for on the server (r).
+        pull: How strongly personal models are pulled towards the global one (lambda).
+
+    Raises:
+        InvalidValueError: If a value is out of range, or not exactly one of ``noise_multiplier`` and ``epsilon`` is set.
+    """
+
+    sampling_rate: float
+    noise_multiplier: float | None = None
+    epsilon: float | None = None
+    delta: float | None = None
+    weight: float = 1.0
+    pull: float = 0.05
+
+    def __post_init__(self) -> None:
+        is_exclusive = (self.noise_multiplier is None) != (self.epsilon is None)
+        rule = f"given where epsilon is not, and only there (epsilon is {self.epsilon})"
+        require(is_exclusive, "noise_multiplier", self.noise_multiplier, rule)
+        if self.epsilon is not None:
+            require(self.epsilon > 0, "epsilon", self.epsilon, "above 0")
+        if self.delta is not None:
+            require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
+        self._uncalibrated_group("level", 1)  # checks the other fields
+
+    def _uncalibrated_group(self, name: str, clients: int) -> PrivacyGroup:
+        noise_multiplier = self.noise_multiplier or 0.0
+        return PrivacyGroup(name, clients, noise_multiplier, self.sampling_rate, self.weight, self.pull)
+
+
+class GroupConfig(PrivacyLevel, frozen=True, forbid_unknown_fields=True):
+    """A group as a user writes it: its name, how many clients it has, and their privacy level."""
+
+    name: str
+    clients: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.uncalibrated()
+
+    def uncalibrated(self) -> PrivacyGroup:
+        """The group with its own noise multiplier, or 0 where it states an epsilon."""
+        return self._uncalibrated_group(self.name, self.clients)
+
+
+class MechanismConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A mechanism as a user writes it: groups that state noise multipliers or epsilons, clip, noise and sampling."""
+
+    groups: tuple[GroupConfig, ...]
+    clip: float | AdaptiveClip
+    noise: Noise = "shared"
+    sampling: Sampling = "poisson"
+
+    def __post_init__(self) -> None:
+        self.uncalibrated()
+
+    def uncalibrated(self) -> Mechanism:
+        """The mechanism in which groups that state an epsilon have no noise yet."""
+        groups = tuple(group.uncalibrated() for group in self.groups)
+        return Mechanism(groups, self.clip, self.noise, self.sampling)
+
+    def build(self, rounds: int, delta: float) -> Mechanism:
+        """The mechanism that keeps every group's epsilon for this many rounds.
+
+        Args:
+            rounds: How many rounds will be run.
+            delta: The delta of groups that do not state one.
+
+        Returns:
+            The mechanism, calibrated where groups state an epsilon.
+
+        Raises:
+            InvalidValueError: If no noise keeps an epsilon.
+        """
+        mechanism = self.uncalibrated()
+        targets: dict[float, dict[str, float]] = {}  # by delta
+        for group in self.groups:
+            if group.epsilon is not None:
+                targets.setdefault(group.delta or delta, {})[group.name] = group.epsilon
+        for group_delta, epsilons in targets.items():
+            mechanism = calibrate(mechanism, epsilons, rounds, group_delta)
+        return mechanism
+
+
+def min_noise_multiplier(epsilon_of: Callable[[float], float], target: float) -> float:
+    """The smallest noise multiplier whose epsilon is at most a target.
+
+    Args:
+        epsilon_of: The epsilon of a noise multiplier; it must fall as the noise multiplier grows.
+        target: The largest epsilon allowed.
+
+    Returns:
+        A noise multiplier whose epsilon is at most ``target`` and, where epsilon is continuous, at least 99.5% of it.
+
+    Raises:
+        InvalidValueError: If no noise multiplier reaches the target.
+    """
+    low = high = 0.0  # logarithms of noise multipliers, since epsilon is close to a power of the noise multiplier
+    while (epsilon_low := epsilon_of(math.exp(low))) <= target and math.exp(low) > MIN_NOISE_MULTIPLIER:
         low -= 1
-    while (below := price(math.exp(high))) > target:
-        require(
-            math.exp(high) < MAX_VALUE,
-            "epsilon",
-            target,
-            "larger: no noise can be shown to keep this one at such a delta",
-        )
+    while (epsilon_high := epsilon_of(math.exp(high))) > target:
+        rule = "larger: no noise can be shown to keep this one at such a delta"
+        require(math.exp(high) < MAX_VALUE, "epsilon", target, rule)
         high += 1
-    while below < 0.995 * target and high - low > 1e-7:
+    while epsilon_high < 0.995 * target and high - low > 1e-7:
         share = 0.5
-        if below > 0 and above < math.inf:
-            share = math.log(above / (0.9975 * target)) / math.log(above / below)
+        if epsilon_high > 0 and epsilon_low < math.inf:
+            share = math.log(epsilon_low / (0.9975 * target)) / math.log(epsilon_low / epsilon_high)
         middle = low + min(max(share, 0.1), 0.9) * (high - low)
-        if (cost := price(math.exp(middle))) <= target:
-            high, below = middle, cost
+        if (epsilon := epsilon_of(math.exp(middle))) <= target:
+            high, epsilon_high = middle, epsilon
         else:
-            low, above = middle, cost
+            low, epsilon_low = middle, epsilon
     return math.exp(high)
 
 
@@ -53,19 +152,37 @@ def noise_multiplier_for(
     accountant: Accountant = "rdp",
     sampling: Sampling = "poisson",
 ) -> float:
-    """The noise that keeps rounds within an epsilon, never above and within 1% of it; 0 for infinity."""
+    """The noise multiplier that keeps rounds within an epsilon.
+
+    Args:
+        epsilon: The epsilon to keep; infinity needs no noise.
+        sampling_rate: The probability that a client takes part in a round.
+        rounds: How many rounds.
+        delta: The delta.
+        accountant: By which epsilon is computed.
+        sampling: How cohorts are sampled.
+
+    Returns:
+        A multiple of the L2 sensitivity (``fixed``: of two clips) whose epsilon is at most ``epsilon`` and within 1% of
+        it; 0 for infinity.
+
+    Raises:
+        InvalidValueError: If a value is out of range, or no noise keeps the epsilon.
+    """
     require(epsilon > 0, "epsilon", epsilon, "above 0")
-    once = gaussian_cost(math.inf, sampling_rate, rounds, sampling)
+    cost = gaussian_cost(math.inf, sampling_rate, rounds, sampling)
     if epsilon == math.inf:
         return 0.0
-    require(sampling_rate > 0, "sampling_rate", sampling_rate, "above 0 where noise is asked for")
-    require(rounds > 0, "rounds", rounds, "above 0 where noise is asked for")
+    require(sampling_rate > 0, "sampling_rate", sampling_rate, "above 0 where epsilon is finite")
+    require(rounds > 0, "rounds", rounds, "above 0 where epsilon is finite")
     if accountant == "pld":
-        rule = f"at most {ROUNDS_BY_PLD:,} where noise is looked for by PLD, or it takes minutes"
-        require(rounds <= ROUNDS_BY_PLD, "rounds", rounds, rule)
-    return min_noise_multiplier(
-        lambda noise: compose([once._replace(noise_multiplier=noise)], delta, accountant), epsilon
-    )
+        rule = f"at most {MAX_ROUNDS_PLD:,} where noise is calibrated by PLD, or it takes minutes"
+        require(rounds <= MAX_ROUNDS_PLD, "rounds", rounds, rule)
+
+    def epsilon_of(noise_multiplier: float) -> float:
+        return compose([cost._replace(noise_multiplier=noise_multiplier)], delta, accountant)
+
+    return min_noise_multiplier(epsilon_of, epsilon)
 
 
 def calibrate(
@@ -75,21 +192,34 @@ def calibrate(
     delta: float,
     accountant: Accountant | None = None,
 ) -> Mechanism:
-    """The mechanism with each named group's noise multiplier chosen for its epsilon; infinity is opting out.
+    """Choose the noise multipliers of groups for the epsilons that they may reach.
 
-    The multiplier that a group is promised costs at most its target and at least 99% of it. What the group really gets,
-    and so ``epsilon`` of the result, never costs more, and costs less where other groups' noise serves it too or where
-    its weight hides it. Unless told otherwise it is priced by PLD, and by RDP where cohorts are fixed.
+    A group's noise multiplier alone costs at most its target and at least 99% of it. In the mechanism it may cost less:
+    where other groups' noise covers it too, or its weight hides it.
+
+    Args:
+        mechanism: The mechanism to change.
+        targets: Epsilons by group name; infinity opts out. Other groups stay as they are.
+        rounds: How many rounds will be run.
+        delta: The delta of the epsilons.
+        accountant: By which epsilons are computed; None is PLD for Poisson sampling and RDP for fixed cohorts.
+
+    Returns:
+        The mechanism whose ``epsilon`` is at most the target for each of these groups.
+
+    Raises:
+        InvalidValueError: If a target names no group, or no noise keeps it.
     """
     accountant = accountant or ("pld" if mechanism.sampling == "poisson" else "rdp")
-    unknown = sorted(set(targets) - {group.name for group in mechanism.groups})
-    require(not unknown, "targets", unknown, f"groups of the mechanism ({', '.join(g.name for g in mechanism.groups)})")
+    names = [group.name for group in mechanism.groups]
+    unknown = sorted(set(targets) - set(names))
+    require(not unknown, "targets", unknown, f"groups of the mechanism ({', '.join(names)})")
 
-    def promised(group: PrivacyGroup) -> PrivacyGroup:
+    def calibrated(group: PrivacyGroup) -> PrivacyGroup:
         if group.name not in targets:
             return group
         rate, sampling = mechanism.sampling_probability(group), mechanism.sampling
-        noise = noise_multiplier_for(targets[group.name], rate, rounds, delta, accountant, sampling)
-        return msgspec.structs.replace(group, noise_multiplier=noise * SENSITIVITY[sampling])
+        noise_multiplier = noise_multiplier_for(targets[group.name], rate, rounds, delta, accountant, sampling)
+        return msgspec.structs.replace(group, noise_multiplier=noise_multiplier * SENSITIVITY[sampling])
 
-    return msgspec.structs.replace(mechanism, groups=tuple(promised(group) for group in mechanism.groups))
+    return msgspec.structs.replace(mechanism, groups=tuple(map(calibrated, mechanism.groups)))

@@ -1,58 +1,69 @@
-"""What a population has spent, in one SQLite file for all its runs: a round is charged before its result is seen.
+"""The ledger: what every group has been charged, in one SQLite file for all runs of a population.
 
-A charge is durable when ``charge`` returns, so that a crash may leave a round charged that was never shown, and never
-the other way round. Charges only ever grow: rounds run again from an older checkpoint are charged again. A group's
-budget is checked in the transaction that charges it, so that runs at the same time cannot pass it together.
+A round is charged before its result is seen, and a charge is durable when ``charge`` returns. A crash may leave a round
+charged that was never shown, never the other way round. Charges only grow: a round that is run again from an older
+checkpoint is charged again. A group's budget is checked, by Renyi accounting, in the transaction that charges the group,
+so concurrent runs cannot exceed it together. The file stores facts, not epsilons: noise multiplier, sampling rate,
+sampling and number of rounds, from which the events of accounting are rebuilt.
 
-How spending is priced is given from outside (``fits``, see ``accounting.within_budget``): this file keeps facts and knows no
-epsilon. What it keeps for a group, (noise multiplier, sampling rate, sampler, rounds), is what events are rebuilt from.
+In simulations a group is a name for a range of client numbers. A file maps each name to one range and each client to one
+name, so a client's cost is its group's. A budget can be promised to a name before its first run; the name has no clients
+until then (0 in the file). Client numbers belong to one population, which the first run names; another population needs
+another file. ``begin`` refuses to resume a run that has completed more rounds than the file has charged, as happens when
+an old copy of the file was restored.
 
-Groups are names for ranges of clients. One file holds a name to one range, and a client to one name, so that what a
-client has spent is what its group has. A budget can be promised to a name before its first run; it has no clients until
-then (0 in the file). Numbers are of one population, which the first run names: another has a file of its own. Restoring
-an old copy of the file forgets charges: ``begin`` refuses to resume a run that has completed more rounds than its
-ledger knows.
-
-In a deployment clients come and go, and a range cannot say who they are. There each client registers by an identity of
-its own, once and for good: the first group it chose is the one it is held to, in all runs of the file. A group may then
-grow from run to run; a newcomer inherits what its group has spent, which is never less than its own.
+In deployments clients join and leave, and no range can describe them. There each client registers once under an identity
+of its own, and stays in the group of its first registration in all runs of the file. A group may grow from run to run: a
+client that joins inherits the group's cost, which is never less than the client's own.
 """
 
 from __future__ import annotations
 
 import datetime
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
 from fedhdp.errors import LedgerError, require
 from fedhdp.mechanism import SERVER, Mechanism, PrivacyGroup
 from fedhdp.privacy._ledger_db import LedgerFile
-
-PrivacyCost = tuple[float, float, str, int]  # noise multiplier, sampling rate, sampler, rounds: accounting.Spend
-Fits = Callable[[Iterable[PrivacyCost], float, float], bool]  # do these stay within (epsilon, delta)?
+from fedhdp.privacy.accounting import PrivacyCost, within_budget
 
 
-class BudgetError(LedgerError):
-    """A round that would take ``groups`` past their budgets; nothing was charged."""
+class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The epsilon that a group may reach over all runs of a ledger, at a delta.
 
-    def __init__(self, groups: tuple[str, ...], message: str) -> None:
-        super().__init__(message)
-        self.groups = groups
-
-
-class Budget(NamedTuple):
-    """What a group may spend in its life."""
+    Raises:
+        InvalidValueError: If epsilon is negative, or delta not between 0 and 1.
+    """
 
     epsilon: float
     delta: float
 
+    def __post_init__(self) -> None:
+        require(self.epsilon >= 0, "epsilon", self.epsilon, "at least 0")
+        require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
+
+    def __str__(self) -> str:
+        return f"epsilon {self.epsilon:g} at delta {self.delta:g}"
+
+
+class BudgetError(LedgerError):
+    """A charge that would exceed budgets; nothing was charged.
+
+    Args:
+        message: One line.
+        groups: The groups whose budgets it would exceed.
+    """
+
+    def __init__(self, message: str, groups: tuple[str, ...]) -> None:
+        super().__init__(message, "budget", groups)
+        self.groups = groups
+
 
 class Run(NamedTuple):
-    """A run, as the ledger knows it."""
+    """A run in the ledger."""
 
     name: str
     started: str
@@ -61,11 +72,16 @@ class Run(NamedTuple):
 
 
 class Ledger(LedgerFile):
-    """An open ledger; a context manager. Made where there is none, unless it is to be read only."""
+    """An open ledger, also a context manager that closes it.
 
-    def __init__(self, path: str | Path, fits: Fits, *, read_only: bool = False, patience: float = 60.0) -> None:
-        super().__init__(path, read_only=read_only, patience=patience)
-        self._fits = fits
+    Args:
+        path: The file; created unless ``read_only``.
+        read_only: Open an existing file for reading alone.
+        timeout: For how many seconds to wait while another process holds the file.
+
+    Raises:
+        LedgerError: If the file cannot be opened, or is no ledger.
+    """
 
     def begin(
         self,
@@ -75,255 +91,328 @@ class Ledger(LedgerFile):
         members: Mapping[str, str] | None = None,
         population: str | None = None,
     ) -> None:
-        """Open a run, or resume it: the same mechanism, and a ledger that has charged the rounds already completed.
+        """Open a run, or resume it.
 
-        ``members`` names the registered clients of the run, each with its group, where a deployment has such;
-        ``population`` says in words whose numbers the clients' numbers are, where they are numbered.
+        Args:
+            run: The name of the run.
+            mechanism: Its mechanism; when the run is resumed, the same.
+            completed: The rounds that the run has completed.
+            members: In a deployment, the registered clients of the run with their groups.
+            population: In a simulation, a description of the population whose client numbers these are.
+
+        Raises:
+            LedgerError: If the run has another mechanism or fewer charged than completed rounds in this file, if its
+                clients belong to other groups or to another population, or if a promised budget would be bypassed.
         """
         require(run != "", "run", run, "a name")
-        text = msgspec.json.encode(mechanism).decode()
+        encoded = msgspec.json.encode(mechanism).decode()
         with self._transaction():
-            self._refuse_to_bypass_a_promise(mechanism.groups)
-            self._refuse_to_mix(registering=members is not None)
+            self._check_promises(mechanism.groups)
+            self._check_client_kind(registering=members is not None)
             if members is None:
-                self._refuse_another_population(population)
-                for name, first, clients in _ranges(mechanism):
-                    self._admit(name, first, clients)
+                self._check_population(population)
+                for name, clients in _client_ranges(mechanism):
+                    self._admit_range(name, clients)
             else:
                 self._admit_members(mechanism, members)
-            known = self._db.execute("SELECT mechanism, charged FROM runs WHERE name = ?", (run,)).fetchone()
-            if known is None:
-                self._db.execute("INSERT INTO runs VALUES (?, ?, ?, 0)", (run, _now(), text))
-            elif known[0] != text:
-                raise LedgerError(f"{self.path}: run {run!r} is there with another mechanism")
-            charged = known[1] if known else 0
-            self.refuse_if_older(run, completed, charged)
+            row = self._db.execute("SELECT mechanism, charged FROM runs WHERE name = ?", (run,)).fetchone()
+            if row is None:
+                self._db.execute("INSERT INTO runs VALUES (?, ?, ?, 0)", (run, _now(), encoded))
+            elif row[0] != encoded:
+                raise LedgerError(f"{self.path}: run {run!r} has another mechanism in this file", "run", run)
+            self.check_charged(run, completed, row[1] if row else 0)
 
-    def refuse_if_older(self, run: str, completed: int, charged: int) -> None:
-        """Refuse to be the ledger of a run that has completed more rounds than are charged here."""
+    def check_charged(self, run: str, completed: int, charged: int) -> None:
+        """Refuse a run that has completed more rounds than are charged.
+
+        Args:
+            run: The name of the run.
+            completed: The rounds that the run has completed.
+            charged: The rounds that this file has charged for it.
+
+        Raises:
+            LedgerError: If fewer rounds are charged than completed.
+        """
         if charged < completed:
             raise LedgerError(
                 f"{self.path}: run {run!r} has completed {completed} rounds, but only {charged} are charged: "
-                "this is an older copy of its ledger, or another's"
+                "this file is an older copy of its ledger, or another ledger",
+                "completed",
+                completed,
             )
 
-    def charge(self, run: str, privacy_costs: Mapping[str, PrivacyCost]) -> None:
-        """Charge each group for its next rounds, durably, or charge nobody and raise ``BudgetError``.
+    def check_groups(self, groups: Iterable[PrivacyGroup]) -> None:
+        """Refuse groups, before an algorithm changes them, that would bypass a promised budget under a new name.
 
-        A group that goes on without being seen (sampling rate 0) pays nothing and is never refused.
+        Args:
+            groups: The groups as clients chose them.
+
+        Raises:
+            LedgerError: If a promised group is missing while another group is new.
         """
         with self._transaction():
-            rounds = max((rounds for _, _, _, rounds in privacy_costs.values()), default=1)
+            self._check_promises(tuple(groups))
+
+    def charge(self, run: str, costs: Mapping[str, PrivacyCost]) -> None:
+        """Charge every group for rounds, durably; or charge none of them.
+
+        A group with sampling rate 0 costs nothing and is never refused.
+
+        Args:
+            run: The name of the run.
+            costs: What the rounds cost each group.
+
+        Raises:
+            BudgetError: If budgets would be exceeded; it names their groups.
+            LedgerError: If the run or a group is unknown, or a group was charged by another kind of sampling.
+        """
+        for name, cost in costs.items():
+            _check_cost(name, cost)
+        with self._transaction():
+            rounds = max((cost.rounds for cost in costs.values()), default=1)
             if not self._db.execute("UPDATE runs SET charged = charged + ? WHERE name = ?", (rounds, run)).rowcount:
-                raise LedgerError(f"{self.path}: there is no run {run!r}")
-            for name in privacy_costs:
+                raise LedgerError(f"{self.path}: there is no run {run!r}", "run", run)
+            for name, cost in costs.items():
                 if not self.clients(name):
-                    raise LedgerError(f"{self.path}: group {name!r} has not been in a run")
-                self._refuse_another_sampling(name, privacy_costs[name])
-            refused = [name for name, spend in privacy_costs.items() if not self._affordable(name, spend)]
+                    raise LedgerError(f"{self.path}: group {name!r} has not been in a run", "group", name)
+                self._check_sampling(name, cost.sampling)
+            refused = tuple(name for name, cost in costs.items() if not self._is_affordable(name, cost))
             if refused:
-                raise BudgetError(tuple(refused), f"{self.path}: another round would pass {self._budgets(refused)}")
+                budgets = " and ".join(f"the budget of {name!r}, {self.budget(name)}" for name in refused)
+                raise BudgetError(f"{self.path}: another round would exceed {budgets}", refused)
             self._db.executemany(
                 "INSERT INTO charges VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT"
                 ' (run, "group", noise_multiplier, sampling_rate, sampling) DO UPDATE'
                 " SET rounds = rounds + excluded.rounds, latest = excluded.latest",
-                [(run, name, *_checked(name, spend), _now()) for name, spend in privacy_costs.items()],
+                [(run, name, *cost, _now()) for name, cost in costs.items()],
             )
 
     def promise(self, group: str, epsilon: float, delta: float) -> None:
-        """Give a group a budget for its life, before its first run or later: it may be lowered, never raised."""
+        """Give a group a budget for all its runs, before its first run or later.
+
+        Args:
+            group: The group's name.
+            epsilon: The epsilon that it may reach.
+            delta: The delta of that epsilon.
+
+        Raises:
+            InvalidValueError: If a value is out of range.
+            LedgerError: If the group has a smaller budget already: a budget is lowered, never raised.
+        """
         require(group not in ("", SERVER), "group", group, f"a name, and not {SERVER!r}")
-        require(epsilon >= 0, "epsilon", epsilon, "at least 0")
-        require(0 < delta < 1, "delta", delta, "between 0 and 1")
+        budget = Budget(epsilon, delta)
         with self._transaction():
             self._db.execute("INSERT OR IGNORE INTO groups VALUES (?, 0, 0, NULL, NULL)", (group,))
-            known = self.budget(group)
-            if known and not (epsilon <= known.epsilon and delta <= known.delta):
+            previous = self.budget(group)
+            if previous and not (epsilon <= previous.epsilon and delta <= previous.delta):
                 raise LedgerError(
-                    f"{self.path}: group {group!r} was promised epsilon {known.epsilon:g} at delta {known.delta:g}, "
-                    f"which cannot become epsilon {epsilon:g} at delta {delta:g}"
+                    f"{self.path}: group {group!r} was promised {previous}, which cannot become {budget}",
+                    "budget",
+                    budget,
                 )
             self._db.execute("UPDATE groups SET epsilon = ?, delta = ? WHERE name = ?", (epsilon, delta, group))
 
-    def tighten(self, group: str, epsilon: float, delta: float) -> None:
-        """Promise a group this budget, or as much of it as is stricter than what it was promised before."""
-        known = self.budget(group) if group in self.groups() else None
-        self.promise(
-            group, min(epsilon, known.epsilon) if known else epsilon, min(delta, known.delta) if known else delta
-        )
+    def lower_budget(self, group: str, budget: Budget) -> None:
+        """Give a group this budget, or keep the epsilon or delta that it was promised where that is smaller.
+
+        Args:
+            group: The group's name.
+            budget: The budget.
+        """
+        previous = self.budget(group) if group in self.groups() else None
+        epsilons, deltas = zip(*((b.epsilon, b.delta) for b in (budget, previous) if b is not None), strict=True)
+        self.promise(group, min(epsilons), min(deltas))
 
     def register(self, client: str, group: str) -> str:
-        """Hold a client to the group it chose, durably; what it is held to is the first group that it ever chose."""
+        """Register a client for a group, durably.
+
+        Args:
+            client: The client's identity.
+            group: The group that it chooses.
+
+        Returns:
+            The group of the client's first registration, in which it stays.
+
+        Raises:
+            LedgerError: If the clients of this file are numbered.
+        """
         require(client != "", "client", client, "an identity")
         require(group != "", "group", group, "a name")
         with self._transaction():
-            self._refuse_to_mix(registering=True)
-            known = self._db.execute('SELECT "group" FROM registrations WHERE client = ?', (client,)).fetchone()
-            if known is None:
+            self._check_client_kind(registering=True)
+            row = self._db.execute('SELECT "group" FROM registrations WHERE client = ?', (client,)).fetchone()
+            if row is None:
                 self._db.execute("INSERT OR IGNORE INTO groups VALUES (?, 0, 0, NULL, NULL)", (group,))
                 self._db.execute("INSERT INTO registrations VALUES (?, ?, ?)", (client, group, _now()))
-            return known[0] if known else group
+            return str(row[0]) if row else group
 
-    def registered(self) -> dict[str, str]:
-        """Every client that ever registered with the group that it is held to, the oldest first."""
-        with self._in_words():
-            if self._recognise() < 2:  # read only, and nobody has registered in such a file
+    def registrations(self) -> dict[str, str]:
+        """The group of every registered client, the oldest registration first."""
+        with self._translate_errors():
+            if self._version() < 2:  # such a file, opened to be read only, has no table of registrations
                 return {}
             return dict(self._db.execute('SELECT client, "group" FROM registrations ORDER BY rowid'))
 
     def groups(self) -> tuple[str, ...]:
-        """The groups that were ever in a run, in the order of their clients, and then those with a promise alone."""
-        with self._in_words():
-            return tuple(
-                name for (name,) in self._db.execute("SELECT name FROM groups ORDER BY clients = 0, first, rowid")
-            )
+        """The groups of all runs, in the order of their clients, and then those that have a budget alone."""
+        with self._translate_errors():
+            rows = self._db.execute("SELECT name FROM groups ORDER BY clients = 0, first, rowid")
+            return tuple(name for (name,) in rows)
 
     def clients(self, group: str) -> range:
-        """Which clients a group has: none before its first run."""
-        with self._in_words():
-            row = self._db.execute("SELECT first, clients FROM groups WHERE name = ?", (group,)).fetchone()
-        if row is None:
-            raise LedgerError(f"{self.path}: there is no group {group!r}")
-        return range(row[0], row[0] + row[1])
+        """The client numbers of a group, none before its first run.
+
+        Raises:
+            LedgerError: If the group is unknown.
+        """
+        first, count = self._group_row(group, "first, clients")
+        return range(first, first + count)
 
     def budget(self, group: str) -> Budget | None:
-        """What a group may spend in its life, if it was promised anything."""
-        with self._in_words():
-            row = self._db.execute("SELECT epsilon, delta FROM groups WHERE name = ?", (group,)).fetchone()
-        if row is None:
-            raise LedgerError(f"{self.path}: there is no group {group!r}")
-        return None if row[0] is None else Budget(*row)
+        """The budget of a group, if it was promised one.
 
-    def spent(self, group: str, run: str | None = None) -> tuple[PrivacyCost, ...]:
-        """All that a group has spent, over all runs or in one."""
-        with self._in_words():
-            return tuple(
-                self._db.execute(
-                    "SELECT noise_multiplier, sampling_rate, sampling, SUM(rounds) FROM charges"
-                    ' WHERE "group" = ?1 AND run = COALESCE(?2, run) GROUP BY 1, 2, 3 ORDER BY 1, 2, 3',
-                    (group, run),
-                )
+        Raises:
+            LedgerError: If the group is unknown.
+        """
+        epsilon, delta = self._group_row(group, "epsilon, delta")
+        return None if epsilon is None else Budget(epsilon, delta)
+
+    def costs(self, group: str, run: str | None = None) -> tuple[PrivacyCost, ...]:
+        """What a group has been charged, over all runs or in one run."""
+        with self._translate_errors():
+            rows = self._db.execute(
+                "SELECT noise_multiplier, sampling_rate, sampling, SUM(rounds) FROM charges"
+                ' WHERE "group" = ?1 AND run = COALESCE(?2, run) GROUP BY 1, 2, 3 ORDER BY 1, 2, 3',
+                (group, run),
             )
+            return tuple(PrivacyCost(*row) for row in rows)
 
-    def charged(self, beginning: str) -> int:
-        """How many rounds are charged in all runs whose names begin so."""
-        with self._in_words():
-            of_them = "SELECT COALESCE(SUM(charged), 0) FROM runs WHERE substr(name, 1, length(?1)) = ?1"
-            return int(self._db.execute(of_them, (beginning,)).fetchone()[0])
+    def charged_rounds(self, prefix: str) -> int:
+        """How many rounds are charged in all runs whose names start with a prefix."""
+        with self._translate_errors():
+            query = "SELECT COALESCE(SUM(charged), 0) FROM runs WHERE substr(name, 1, length(?1)) = ?1"
+            return int(self._db.execute(query, (prefix,)).fetchone()[0])
 
     def runs(self) -> tuple[Run, ...]:
         """Every run, the oldest first."""
-        with self._in_words():
+        with self._translate_errors():
             rows = self._db.execute(
                 "SELECT name, started, mechanism, charged FROM runs ORDER BY started, rowid"
             ).fetchall()
-        return tuple(Run(name, at, msgspec.json.decode(text, type=Mechanism), n) for name, at, text, n in rows)
-
-    def _affordable(self, group: str, spend: PrivacyCost) -> bool:
-        budget = self.budget(group)
-        noise_multiplier, sampling_rate, _, rounds = _checked(group, spend)
-        if budget is None or sampling_rate == 0 or noise_multiplier == math.inf or rounds == 0:
-            return True
-        return self._fits((*self.spent(group), spend), *budget)
-
-    def _budgets(self, groups: list[str]) -> str:
-        budgets = [(name, self.budget(name) or Budget(math.inf, 0)) for name in groups]
-        return " and ".join(
-            f"the budget of {name!r}, epsilon {b.epsilon:g} at delta {b.delta:g}" for name, b in budgets
+        return tuple(
+            Run(name, started, msgspec.json.decode(encoded, type=Mechanism), charged)
+            for name, started, encoded, charged in rows
         )
 
-    def _admit(self, name: str, first: int, clients: int) -> None:
-        """Let a group into the file, unless its clients, or its name, are another group's there."""
-        known = "SELECT name, first, clients FROM groups WHERE clients > 0"
-        for other, start, count in self._db.execute(known).fetchall():
-            same = (other, start, count) == (name, first, clients)
-            if not same and (other == name or (first < start + count and start < first + clients)):
+    def _group_row(self, group: str, columns: str) -> tuple[Any, Any]:
+        with self._translate_errors():
+            row = self._db.execute(f"SELECT {columns} FROM groups WHERE name = ?", (group,)).fetchone()
+        if row is None:
+            raise LedgerError(f"{self.path}: there is no group {group!r}", "group", group)
+        return row[0], row[1]
+
+    def _is_affordable(self, group: str, cost: PrivacyCost) -> bool:
+        budget = self.budget(group)
+        return budget is None or cost.free or within_budget((*self.costs(group), cost), budget)
+
+    def _admit_range(self, name: str, clients: range) -> None:
+        """Add a group, unless its clients or its name belong to another group."""
+        rows = self._db.execute("SELECT name, first, clients FROM groups WHERE clients > 0").fetchall()
+        for other_name, first, count in rows:
+            other_clients = range(first, first + count)
+            overlaps = other_clients.start < clients.stop and clients.start < other_clients.stop
+            if (other_name, other_clients) != (name, clients) and (other_name == name or overlaps):
                 raise LedgerError(
-                    f"{self.path}: clients {start} to {start + count - 1} are group {other!r} there, "
-                    f"so clients {first} to {first + clients - 1} cannot be group {name!r}"
+                    f"{self.path}: clients {first} to {first + count - 1} are group {other_name!r} in this file, "
+                    f"so clients {clients.start} to {clients.stop - 1} cannot be group {name!r}",
+                    "groups",
+                    name,
                 )
         self._db.execute(
             "INSERT INTO groups VALUES (?, ?, ?, NULL, NULL) ON CONFLICT (name) DO UPDATE"
             " SET first = excluded.first, clients = excluded.clients",
-            (name, first, clients),
+            (name, clients.start, len(clients)),
         )
 
-    def _refuse_to_mix(self, registering: bool) -> None:
-        """A file either holds ranges of clients to their groups or registered ones: neither can vouch for the other."""
-        held = {name for (name,) in self._db.execute('SELECT DISTINCT "group" FROM registrations')}
-        if registering and any(self.clients(name) and name not in held for name in self.groups()):
-            raise LedgerError(f"{self.path}: its clients are numbered, so none can register; take another file")
-        if held and not registering:
-            raise LedgerError(f"{self.path}: its clients have registered, so a run must name its members")
-
     def _admit_members(self, mechanism: Mechanism, members: Mapping[str, str]) -> None:
-        """Let a run have these clients, if each is held to the group that the run has it in."""
-        held = self.registered()
+        """Let a run have these clients, if each is registered for the group that the run has it in."""
+        registrations = self.registrations()
         for client, name in members.items():
-            if held.get(client) != name:
-                raise LedgerError(f"{self.path}: client {client!r} is held to {held.get(client)!r}, not to {name!r}")
+            registered = registrations.get(client)
+            if registered != name:
+                message = f"{self.path}: client {client!r} is registered for {registered!r}, not for {name!r}"
+                raise LedgerError(message, "members", client)
         noisy = {group.name for run in self.runs() for group in run.mechanism.groups if not group.opted_out}
         for group in mechanism.groups:
-            noise = f"above 0, as in other runs of {self.path}: who registered for {group.name!r} chose some"
-            require(not group.opted_out or group.name not in noisy, "noise_multiplier", group.noise_multiplier, noise)
+            rule = f"above 0, as in other runs of {self.path}: clients registered for {group.name!r} with noise"
+            require(not group.opted_out or group.name not in noisy, "noise_multiplier", group.noise_multiplier, rule)
             count = sum(name == group.name for name in members.values())
             require(count == group.clients, f"clients of {group.name!r}", group.clients, f"its {count} members")
-        first, names = 0, [name for (name,) in self._db.execute("SELECT name FROM groups ORDER BY rowid")]
-        for name in names:
-            count = sum(name == group for group in held.values())
+        first = 0
+        for (name,) in self._db.execute("SELECT name FROM groups ORDER BY rowid").fetchall():
+            count = sum(registered == name for registered in registrations.values())
             self._db.execute("UPDATE groups SET first = ?, clients = ? WHERE name = ?", (first, count, name))
             first += count
 
-    def expect(self, groups: Iterable[PrivacyGroup]) -> None:
-        """Refuse groups, as they chose before any algorithm made something else of them, that pass a promise by."""
-        with self._transaction():
-            self._refuse_to_bypass_a_promise(tuple(groups))
-
-    def _refuse_another_population(self, population: str | None) -> None:
-        """Clients' numbers are of one population: elsewhere the same number is somebody else, in another group maybe."""
-        known = self._db.execute("SELECT told FROM population").fetchone()
-        if population is not None and known is None:
-            self._db.execute("INSERT INTO population VALUES (?)", (population,))
-        elif population is not None and known[0] != population:
+    def _check_client_kind(self, registering: bool) -> None:
+        """A file's clients are either numbered or registered: neither can vouch for the other."""
+        registered = set(self.registrations().values())
+        if registering and any(self.clients(name) and name not in registered for name in self.groups()):
             raise LedgerError(
-                f"{self.path}: its clients are those of {known[0]}, not of {population}; take another file for these"
+                f"{self.path}: its clients are numbered, so none can register; use another file", "members"
+            )
+        if registered and not registering:
+            raise LedgerError(f"{self.path}: its clients are registered, so a run must name its members", "members")
+
+    def _check_population(self, population: str | None) -> None:
+        """Client numbers are of one population: in another, the same number is another client."""
+        row = self._db.execute("SELECT * FROM population").fetchone()
+        if population is not None and row is None:
+            self._db.execute("INSERT INTO population VALUES (?)", (population,))
+        elif population is not None and row[0] != population:
+            raise LedgerError(
+                f"{self.path}: its clients are those of {row[0]}, not of {population}; use another file",
+                "population",
+                population,
             )
 
-    def _refuse_another_sampling(self, group: str, spend: PrivacyCost) -> None:
-        """What was spent by one way of sampling cannot be added to what is spent by the other."""
-        _, _, sampling, _ = spend
-        others = {other for _, _, other, _ in self.spent(group)} - {sampling}
+    def _check_sampling(self, group: str, sampling: str) -> None:
+        """Costs by one kind of sampling do not compose with costs by the other."""
+        others = {cost.sampling for cost in self.costs(group)} - {sampling}
         if others:
             raise LedgerError(
-                f"{self.path}: {group!r} has spent by {min(others)} sampling, to which rounds of {sampling} sampling "
-                "cannot be added; take another file for these"
+                f"{self.path}: {group!r} was charged with {min(others)} sampling, which does not compose with "
+                f"{sampling} sampling; use another file",
+                "sampling",
+                sampling,
             )
 
-    def _refuse_to_bypass_a_promise(self, groups: tuple[PrivacyGroup, ...]) -> None:
-        """A promise that waits for its group is not passed by under a new name, such as a misspelt one."""
+    def _check_promises(self, groups: tuple[PrivacyGroup, ...]) -> None:
+        """A budget that waits for its group is not bypassed under a new name, such as a misspelt one."""
         waiting = [name for name in self.groups() if not self.clients(name) and self.budget(name) is not None]
         absent = sorted(set(waiting) - {group.name for group in groups})
         new = [group.name for group in groups if not group.opted_out and group.name not in self.groups()]
         if absent and new:
             raise LedgerError(
                 f"{self.path}: group {absent[0]!r} was promised a budget and has not been in a run, while {new[0]!r} is "
-                f"new and was promised none; if they are not the same clients, promise {new[0]!r} a budget too"
+                f"new and was promised none; if they are not the same clients, promise {new[0]!r} a budget too",
+                "groups",
+                new[0],
             )
 
 
-def _checked(group: str, spend: PrivacyCost) -> PrivacyCost:
-    noise_multiplier, sampling_rate, sampling, rounds = spend
+def _check_cost(group: str, cost: PrivacyCost) -> None:
+    noise_multiplier, sampling_rate, _, rounds = cost
     require(noise_multiplier >= 0, f"noise_multiplier of {group!r}", noise_multiplier, "at least 0")
     require(0 <= sampling_rate <= 1, f"sampling_rate of {group!r}", sampling_rate, "between 0 and 1")
     require(rounds >= 0, f"rounds of {group!r}", rounds, "at least 0")
-    return noise_multiplier, sampling_rate, sampling, rounds
 
 
-def _ranges(mechanism: Mechanism) -> Iterator[tuple[str, int, int]]:
-    """Each group's first client and how many they are."""
+def _client_ranges(mechanism: Mechanism) -> Iterator[tuple[str, range]]:
+    """Each group with the numbers of its clients."""
     first = 0
     for group in mechanism.groups:
-        yield group.name, first, group.clients
+        yield group.name, range(first, first + group.clients)
         first += group.clients
 
 

@@ -1,7 +1,7 @@
-"""The price of tuning: what it costs to choose a weight, or anything else, by trying several private runs.
+"""The cost of tuning: choosing a weight, or anything else, by trying several private runs.
 
-Papernot & Steinke (2022): run a random number of trials, show the best one only. That costs more than one run and far
-less than all of them; how many trials there are must be random, or the best score itself gives a client away.
+Papernot & Steinke (2022): run a random number of trials and show the best one only. That costs more than one run and
+far less than all of them. The number of trials must be random, or the best score itself reveals a client.
 """
 
 from __future__ import annotations
@@ -15,32 +15,47 @@ from fedhdp.privacy.accounting import EpsilonReport, PrivacyCost, epsilon_best_o
 
 
 def format_trials(trials: float, shape: float = math.inf) -> str:
-    """How many trials there are, for people."""
-    law = {math.inf: "Poisson", 1: "geometric", 0: "logarithmic"}.get(shape, f"negative binomial (shape {shape:g})")
-    return f"best of {pluralize(trials, 'trial')} on average ({law})"
+    """The number of trials as text: its mean and its distribution."""
+    default = f"negative binomial (shape {shape:g})"
+    distribution = {math.inf: "Poisson", 1: "geometric", 0: "logarithmic"}.get(shape, default)
+    return f"best of {pluralize(trials, 'trial')} on average ({distribution})"
 
 
 def tuning_reports(
     candidates: Sequence[Mechanism], rounds: int, delta: float, trials: float, shape: float = math.inf
 ) -> dict[str, EpsilonReport]:
-    """Each group's price for the best of a random number of whole runs (Papernot & Steinke, 2022), by Renyi accounting.
+    """Each group's epsilon for the best of a random number of whole runs (Papernot & Steinke, 2022), by RDP.
 
-    Each trial draws a candidate at random, such as another weight; a group pays for the one that shows most of it. The
-    number of trials is drawn beforehand, with mean ``trials``: Poisson (``shape`` infinite), geometric (1), logarithmic
-    (0) or another truncated negative binomial. The price holds only if nothing of the losing trials is shown, and if
-    the score that chooses comes from public data or from those who opted out.
+    Each trial draws one of the candidates at random. A group's epsilon is that of the candidate which reveals most of it.
+    It holds only if nothing of the other trials is shown, and if the score that selects comes from public data or from
+    clients who opted out.
+
+    Args:
+        candidates: Mechanisms of the same groups and the same sampling.
+        rounds: The rounds of each run.
+        delta: The delta.
+        trials: The mean number of trials, which is drawn beforehand.
+        shape: The distribution of that number: infinity Poisson, 1 geometric, 0 logarithmic, or another truncated negative
+            binomial.
+
+    Returns:
+        Reports by group name; epsilon is infinity for a group that has no noise in one of the candidates.
+
+    Raises:
+        InvalidValueError: If the candidates differ in groups or sampling, or a value is out of range.
     """
     require(len(candidates) >= 1, "candidates", candidates, "at least one mechanism")
     names = [[(group.name, group.clients) for group in mechanism.groups] for mechanism in candidates]
     require(all(name == names[0] for name in names), "candidates", names, "mechanisms of the same groups")
     samplings = sorted({mechanism.sampling for mechanism in candidates})
     require(len(samplings) == 1, "sampling", samplings, "the same for all candidates")
-    result = {}
-    for groups in zip(*(mechanism.groups for mechanism in candidates)):
-        each = [privacy_cost(mechanism, group, rounds) for mechanism, group in zip(candidates, groups)]
-        noise, rate = min(one.noise_multiplier for one in each), max(one.sampling_rate for one in each)
-        worst = PrivacyCost(noise, rate, samplings[0], rounds)
+    reports = {}
+    for groups in zip(*(mechanism.groups for mechanism in candidates), strict=True):
+        costs = [privacy_cost(*pair, rounds) for pair in zip(candidates, groups, strict=True)]
+        noise_multiplier, rate = min(cost.noise_multiplier for cost in costs), max(cost.sampling_rate for cost in costs)
+        worst = PrivacyCost(noise_multiplier, rate, samplings[0], rounds)
         opted_out = any(group.opted_out for group in groups)
-        cost = math.inf if opted_out else epsilon_best_of(worst, trials, shape, delta)
-        result[groups[0].name] = make_report(groups[0].name, cost, delta, worst, "rdp", format_trials(trials, shape))
-    return result
+        epsilon = math.inf if opted_out else epsilon_best_of(worst, trials, shape, delta)
+        name, description = groups[0].name, format_trials(trials, shape)
+        reports[name] = make_report(name, epsilon, delta, worst, "rdp", description)
+    return reports

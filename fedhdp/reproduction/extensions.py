@@ -72,7 +72,7 @@ def own_part(name: str, data: Data, personal: bool = True, rounds: int = ROUNDS,
 
 def _weights(mechanism: MechanismConfig, noise: str) -> tuple[float, ...]:
     """The weights that theory suggests for the paper's rounds and network, to two digits."""
-    chosen: Mechanism = replace(mechanism.mechanism(ROUNDS, 1e-4), noise=noise)
+    chosen: Mechanism = replace(mechanism.build(ROUNDS, 1e-4), noise=noise)
     return tuple(float(f"{g.weight:.2g}") for g in with_optimal_weights(chosen, ROUNDS, PAPERS_PARAMETERS).groups)
 
 
@@ -92,7 +92,7 @@ def levels_part(name: str, data: Data, sampling: Sampling, rounds: int = ROUNDS,
     """Several privacy levels as an experiment: the baselines, and FedHDP with shared noise and with noise per group."""
     table = paper.TABLES[BASE]
     groups = tuple(
-        GroupConfig(level, round(share * data.clients), table.sampling_rate, noise_multiplier=noise)
+        GroupConfig(level, round(share * data.clients), sampling_rate=table.sampling_rate, noise_multiplier=noise)
         for level, share, noise in LEVELS[name]
     )
     mechanism = MechanismConfig(groups, AdaptiveClip(initial=table.clip), sampling=sampling)

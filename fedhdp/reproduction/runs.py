@@ -181,7 +181,7 @@ def priced(runs: Iterable[Run]) -> list[Priced]:
     """What each group of each part paid, told once for all rows and seeds that paid the same."""
     rows: dict[Priced, list[str]] = {}
     for run in runs:
-        promised = run.experiment.mechanism.mechanism(run.experiment.rounds, run.experiment.delta)
+        promised = run.experiment.mechanism.build(run.experiment.rounds, run.experiment.delta)
         for variant, result in zip(run.experiment.variants, run.summary.variants):
             for one in _prices(run, variant.mechanism(promised), result):
                 rows.setdefault(one, []).append(_key(run.part, result).row)

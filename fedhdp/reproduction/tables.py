@@ -202,8 +202,8 @@ def groups_of(table: PaperTable, data: Data) -> tuple[GroupConfig, GroupConfig]:
     rate = table.sampling_rate if data.clients == table.clients else min(1.0, round(COHORT / data.clients, 4))
     opted_out = max(1, round(OPTED_OUT_SHARE * data.clients))
     return (
-        GroupConfig(OPTED_OUT, opted_out, rate, noise_multiplier=0.0),
-        GroupConfig(PRIVATE, data.clients - opted_out, rate, noise_multiplier=table.noise_multiplier),
+        GroupConfig(OPTED_OUT, opted_out, sampling_rate=rate, noise_multiplier=0.0),
+        GroupConfig(PRIVATE, data.clients - opted_out, sampling_rate=rate, noise_multiplier=table.noise_multiplier),
     )
 
 

@@ -161,14 +161,14 @@ def _found(name: str, rounds: int | None, delta: float | None) -> Experiment:
 
 def _levels(app: str, rounds: int | None, delta: float | None) -> dict[str, Any]:
     """Each level of a deployment: what it is promised, and what that costs a client of it over all rounds."""
-    from fedhdp.flower.config import from_app
+    from fedhdp.flower.config import Deployment
     from fedhdp.privacy.accounting import ADJACENCY, gaussian_epsilon
 
-    offered = from_app(Path(app), **_given(rounds, delta))
+    offered = Deployment.from_app(Path(app), **_given(rounds, delta))
     mechanism = offered.mechanism(dict.fromkeys(offered.levels, 1))
     promised, sampling = {group.name: group for group in mechanism.groups}, mechanism.sampling
     levels = []
-    for name in offered.strictness:
+    for name in offered.levels_by_strictness:
         asked = (promised[name].noise_multiplier, promised[name].sampling_rate, offered.rounds, offered.delta_of(name))
         budget = offered.budgets.get(name)
         levels.append(

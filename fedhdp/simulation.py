@@ -29,7 +29,7 @@ from fedhdp.engine.personal_store import StateArrays, make_personal_store
 from fedhdp.engine.placement import (
     CohortLayout,
     assign_slots,
-    by_size,
+    group_by_size,
     make_slot_table,
     partition_by_owner,
     partition_evenly,
@@ -409,7 +409,7 @@ class Simulation:
         count_K, sizes = self.data.train.count_K, self.engine.shape.sizes
         while True:
             chunk = self.engine.chunk_of(self.slots // self.engine.devices)
-            placed = [by_size(share, count_K, sizes, chunk) if len(sizes) > 1 else share for share in shares]
+            placed = [group_by_size(share, count_K, sizes, chunk) if len(sizes) > 1 else share for share in shares]
             needed = max(map(len, placed))
             if needed * self.engine.devices <= self.slots:
                 return assign_slots(placed, self.slots)

@@ -20,7 +20,7 @@ from fedhdp.datasets.handwriting import StreamedHandwriting, make_handwriting
 from fedhdp.engine import examples as example_stores
 from fedhdp.engine import personal_store as personal
 from fedhdp.engine.placement import assign_slots, partition_by_owner, size_classes
-from fedhdp.errors import RunError
+from fedhdp.errors import DataError, RunError
 from fedhdp.mechanism import Mechanism
 from fedhdp.models import mlp
 from fedhdp.simulation import Simulation, simulate, simulate_many
@@ -186,7 +186,7 @@ def test_handwriting_beyond_memory_is_written_when_it_is_asked_for(monkeypatch):
     for made, expected in zip(large.train.take(clients, 5), whole.train.take(clients, 5), strict=True):
         np.testing.assert_array_equal(made, expected)
     assert np.flatnonzero(large.test.count_K).tolist() == list(range(0, 30, 3))
-    with pytest.raises(ValueError, match="nothing can be held out"):
+    with raises_field("validation", DataError):
         hold_out(large, 0.5, 0)
     mechanism = mechanism_of((10, 0.0, 1.0), (20, 1.0, 0.1))
     simulation = Simulation(large, mlp(784, 5, 10), mechanism, LocalTraining(1, 4, 0.1), seed=1, noise_seed=1)

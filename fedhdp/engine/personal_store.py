@@ -234,7 +234,8 @@ class MemoryMappedPersonalModels:
 
     def _open(self, mode: str) -> IO[bytes]:
         if self.file is None:
-            self.file = tempfile.TemporaryFile(prefix="fedhdp-") if self.path is None else self.path.open(mode)
+            temporary = self.path is None
+            self.file = tempfile.TemporaryFile() if temporary else open(str(self.path), mode)  # noqa: SIM115
             weakref.finalize(self, self.file.close)
         return self.file
 

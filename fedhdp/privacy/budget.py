@@ -28,6 +28,15 @@ from fedhdp.privacy.accounting import (
 )
 from fedhdp.privacy.ledger import Budget, BudgetError, Ledger
 
+__all__ = [
+    "Budget",
+    "BudgetExhausted",
+    "DeploymentBilling",
+    "OnBudgetExhausted",
+    "RunBilling",
+    "Segment",
+    "drop_groups",
+]
 OnBudgetExhausted = Literal["stop", "drop_group"]
 
 

@@ -1,9 +1,9 @@
-# make run: the quickstart. make test: the tests. Both make their own environment in .venv first; the second time that is nothing.
+# make run: the quickstart. make test: the tests. Both install into .venv first, if anything has changed.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test lint install clean lock flower-demo bench
+.PHONY: run test test-quick lint docs wheel install clean lock flower-demo bench
 
 run: install
 	$(BIN)/fedhdp run $(ARGS)
@@ -11,10 +11,13 @@ run: install
 test: install
 	$(BIN)/python -m pytest -n auto $(ARGS)
 
-flower-demo: install  # a SuperLink and five SuperNodes on this machine: training to a table, then everything is stopped
+test-quick: install  # without slow tests and without tests that start processes
+	$(BIN)/python -m pytest -n auto -m "not slow and not process and not browser and not gpu" $(ARGS)
+
+flower-demo: install  # a SuperLink and five SuperNodes on this machine
 	$(BIN)/python examples/flower_app/demo.py $(ARGS)
 
-bench:  # the engine against its peers; standard output is the benchmark's alone
+bench:  # the simulator against its peers; standard output is the benchmark's alone
 	@$(MAKE) --silent install >&2
 	@$(BIN)/python benchmarks/bench.py $(ARGS)
 
@@ -22,6 +25,12 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: install  # into site/; a warning is an error
+	$(BIN)/mkdocs build --strict --quiet
+
+wheel: install  # build a wheel, install it into an empty environment, and train two rounds with it
+	PYTHON=$(BIN)/python .ci/wheel
 
 install: .venv/installed
 
@@ -31,9 +40,9 @@ install: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-lock:  # the versions that a fresh environment takes today
+lock:  # the newest versions that resolve today
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	build/lock/bin/python -m pip freeze --exclude-editable > requirements.lock

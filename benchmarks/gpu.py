@@ -51,8 +51,11 @@ def seconds(
     profile: bool = False,
 ) -> tuple[float, float]:
     """Seconds to compile and play the first rounds, and seconds for the rounds after; a profile is of one round more."""
-    few = population.clients // 20
-    groups = (PrivacyGroup("open", few, 0.0, rate), PrivacyGroup("private", population.clients - few, 1.0, rate, 0.01))
+    few = population.num_clients // 20
+    groups = (
+        PrivacyGroup("open", few, 0.0, rate),
+        PrivacyGroup("private", population.num_clients - few, 1.0, rate, 0.01),
+    )
     mechanism = Mechanism(groups, AdaptiveClip(0.5), sampling="fixed")
     several = [
         replace(mechanism, groups=tuple(replace(g, weight=g.weight / (1 + r), pull=pull) for g in groups))
@@ -61,17 +64,17 @@ def seconds(
     ]
     simulation = Simulation(population, model, several, training)
     begun = time.monotonic()
-    state = simulation.run_round(simulation.run_round(simulation.start()))
-    state.server.clip.block_until_ready()
+    simulation.run(2)
+    simulation.wait()
     compiled = time.monotonic()
-    for _ in range(rounds):
-        state = simulation.run_round(state)
-    state.server.clip.block_until_ready()
+    simulation.run(2 + rounds)
+    simulation.wait()
     ended = time.monotonic()
     if profile:
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
-                simulation.run_round(state).server.clip.block_until_ready()
+                simulation.run_round()
+                simulation.wait()
             print_kernels(Path(folder))
     return compiled - begun, ended - compiled
 

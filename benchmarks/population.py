@@ -25,7 +25,6 @@ SAMPLES = 30
 
 def measure(clients: int, cohort: int, rounds: int, data: str, personal: bool) -> dict:
     """Seconds of each round, and the peak memory of this process."""
-    import jax
     import numpy as np
 
     from fedhdp.client import LocalTraining
@@ -51,16 +50,12 @@ def measure(clients: int, cohort: int, rounds: int, data: str, personal: bool) -
     groups = (PrivacyGroup("opted out", public, 0.0, rate), PrivacyGroup("private", clients - public, 1.5, rate, 0.01))
     training = LocalTraining(personalize=personal)
     simulation = Simulation(population, mlp(), Mechanism(groups, AdaptiveClip(0.5), sampling="fixed"), training)
-    state, ends = simulation.run_round(simulation.start()), []
-    for _ in range(rounds + 2):  # as a run plays them: the next one is prepared while a round is under way
-        under_way = state.done
-        state = simulation.run_round(state)
-        under_way.block_until_ready()
-        ends.append(time.perf_counter())
-    jax.block_until_ready(state.server)
-    seconds = [end - before for before, end in itertools.pairwise(ends[1:])]
+    ends: list[float] = []
+    simulation.run(rounds + 3, after_round=lambda _: ends.append(time.perf_counter()))
+    simulation.wait()
+    seconds = [end - before for before, end in itertools.pairwise(ends[2:])]
     began = time.perf_counter()
-    rows = simulation.evaluate(state)[0]
+    rows = simulation.evaluate()[0]
     return {
         "seconds": seconds,
         "evaluation": time.perf_counter() - began,

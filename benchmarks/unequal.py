@@ -10,6 +10,7 @@ several n, and straight lines between them. The same training as the paper's FMN
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 
@@ -30,15 +31,16 @@ TRAINING = LocalTraining(50, 20, 0.01)
 
 def seconds(population: FederatedData, rounds: int) -> float:
     """Seconds of a round with a cohort of a hundred."""
-    group = PrivacyGroup("all", population.clients, 1.0, COHORT / population.clients)
+    group = PrivacyGroup("all", population.num_clients, 1.0, COHORT / population.num_clients)
     simulation = Simulation(population, mlp(), Mechanism((group,), AdaptiveClip(0.5), sampling="fixed"), TRAINING)
-    state, took = simulation.start(), []
-    for number in range(rounds + 2):
-        began = time.perf_counter()
-        state = simulation.run_round(state)
-        state.done.block_until_ready()
-        took += [time.perf_counter() - began] if number >= 2 else []
-    return statistics.median(took)
+    ends = []
+
+    def record(simulation: Simulation) -> None:
+        simulation.wait()
+        ends.append(time.perf_counter())
+
+    simulation.run(rounds + 2, after_round=record)
+    return statistics.median(end - start for start, end in itertools.pairwise(ends[1:]))
 
 
 def alike(size: int) -> FederatedData:
@@ -69,7 +71,7 @@ def main() -> None:
     ideal = COHORT * float(np.mean(np.interp(count_K, grid, each)))
     really = seconds(population, given.rounds)
     spread = np.quantile(count_K, [0, 0.25, 0.5, 0.75, 1]).astype(int).tolist()
-    print(f"{population.clients} clients of {spread} examples (quartiles): {1000 * really:.0f} ms a round,")
+    print(f"{population.num_clients} clients of {spread} examples (quartiles): {1000 * really:.0f} ms a round,")
     print(
         f"ideally {1000 * ideal:.0f} ms: {really / ideal:.2f} times the ideal; all at the size of the largest it would be"
     )

@@ -54,16 +54,16 @@ class UniformCohorts(Simulation):
 
     def draw_cohort(self, round: int) -> np.ndarray:
         """Who is asked; the round's numbers follow who came."""
-        count = int(self.mechanism.expected_cohort)
-        drawn = np.random.default_rng([self.seed, 100, round]).choice(self.population.clients, count, replace=False)
+        count = int(self.mechanism.expected_cohort_size())
+        drawn = np.random.default_rng([self.seed, 100, round]).choice(self.data.num_clients, count, replace=False)
         came_G = np.bincount(self.group_K[drawn], minlength=len(self.mechanism.groups))
         terms = [
             run.round_params._replace(expected_weight=np.float32(run.round_params.weight_G @ came_G))
-            for _, run in self.runs
+            for run in self.runs
         ]
         terms_R = jax.tree.map(lambda *each: np.stack(each), *terms)
         no_pulls = np.zeros((0, len(came_G)), np.float32)
-        self._numbers = self.engine.put(RoundParamsBatch(terms_R, no_pulls), self.engine.replicated)
+        self._round_params = self.engine.put(RoundParamsBatch(terms_R, no_pulls), self.engine.replicated)
         return np.sort(drawn)
 
 
@@ -135,14 +135,10 @@ def accuracies(choice: Choice, seed: int, skewed: bool, rounds: int) -> np.ndarr
     several = [non_private(mechanism(1.0, choice)), dp_fedavg(mechanism(1.0, choice))]
     several += [mechanism(0.025, choice), mechanism(0.1, choice)]
     simulation = choice.simulation(population, choice.model(), several, choice.training, seed=seed)
-    state, found = simulation.start(), []
-    while state.round < rounds:
-        state = simulation.run_round(state)
-        if state.round % 20 == 0 or state.round == rounds:
-            rows = simulation.evaluate(state)
-            on_server = (SERVER, "global", "accuracy")
-            found.append([100 * next(row.value for row in one if row[1:4] == on_server) for one in rows])
-    return np.array(found)
+    simulation.run(rounds, evaluate_every=20)
+    on_server = (SERVER, "global", "accuracy")
+    columns = [[100 * row.value for row in rows if row[1:4] == on_server] for rows in simulation.histories]
+    return np.transpose(columns)
 
 
 READ = {

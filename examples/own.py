@@ -19,7 +19,6 @@ from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, squared_error
 from fedhdp.privacy.accounting import format_epsilon, reports_by_accountant
 from fedhdp.privacy.calibration import calibrate
-from fedhdp.server import ServerOptimizer
 from fedhdp.simulation import Simulation
 
 ROUNDS, DELTA = 60, 1e-3
@@ -59,10 +58,8 @@ def model():
     return Model(init, apply, loss=squared_error, score=score)
 
 
-# The server: any optax optimizer, which sees the noised update as minus a gradient. It costs no privacy.
-class Nesterov(ServerOptimizer, frozen=True):
-    def optax(self):
-        return optax.sgd(self.learning_rate, momentum=0.5, nesterov=True)
+# The server: any optax transformation. Its gradient is minus the noised update. It costs no privacy.
+NESTEROV = optax.sgd(0.5, momentum=0.5, nesterov=True)
 
 
 # The promise: who chose which epsilon. Groups take the clients in order; the noise is found, the weights are an idea.
@@ -83,21 +80,19 @@ if __name__ == "__main__":
     rules = {"all alike": mechanism, "by their noise": by_noise(mechanism)}
     for rdp, pld in reports_by_accountant(rules["by their noise"], ROUNDS, DELTA):
         print(f"{rdp}, by PLD {format_epsilon(pld.epsilon)}")
-    simulation = Simulation(clinics, net, list(rules.values()), training, Nesterov(learning_rate=0.5))
-    state = simulation.start()
-    for _ in range(ROUNDS):
-        state = simulation.run_round(state)
-    for name, rows in zip(rules, simulation.evaluate(state)):
+    simulation = Simulation(clinics, net, list(rules.values()), training, NESTEROV)
+    simulation.run(ROUNDS)
+    for name, rows in zip(rules, simulation.evaluate(), strict=True):
         print(name)
         for row in rows:
             if row.metric == "accuracy":  # the mean score, whatever it is
                 print(f"  {row.group:8} {row.model:9} {row.value:.3f}")
 
     # Each clinic by itself: what it scores, and its own model as the function that it is.
-    scores = simulation.client_scores(state)
+    scores = simulation.client_scores()
     for number, name in enumerate(rules):
         better = scores["personal"][:, number] > scores["global"][:, number]
         print(f"with weights {name}, their own models are better for {better.sum()} of {len(better)} clinics")
-    theta = simulation.model(state, client=3, number=1)
+    theta = simulation.model(client=3, number=1)
     days = net.apply(theta, clinics.train.x_N[clinics.train.start_K[3] :][:3], None)[:, 0]
     print("what clinic 3 expects for its first patients:", ", ".join(f"{one:.1f}" for one in days))

@@ -87,7 +87,7 @@ class FederatedData(NamedTuple):
     validation: Examples | None = None  # what clients hold out to choose by, never to train on
 
     @property
-    def clients(self) -> int:
+    def num_clients(self) -> int:
         """How many clients there are."""
         return len(self.train.count_K)
 

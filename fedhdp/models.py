@@ -193,10 +193,10 @@ def _dropout(h: Array, rate: float, key: Array | None) -> Array:
 
 def check_data(population: FederatedData, model: Model) -> None:
     """Refuse data that does not fit the model, or itself, which else would be found out by wrong numbers alone."""
-    clients = f"of {population.clients} clients, as there are to train"
+    clients = f"of {population.num_clients} clients, as there are to train"
     for name, part in (("test examples", population.test), ("validation examples", population.validation)):
         if part is not None:
-            require(len(part.count_K) == population.clients, name, len(part.count_K), clients)
+            require(len(part.count_K) == population.num_clients, name, len(part.count_K), clients)
     parts = [part for part in (population.train, population.test) if isinstance(part, Examples)]
     labels = (population.server_y_N, *(part.y_N for part in parts))
     for part in parts:

@@ -16,9 +16,9 @@ from jax.experimental import multihost_utils
 MODEL, COHORT, BATCHES, NOISE = range(1, 5)  # the purposes; 0 is the data's
 
 
-def stream(seed: int, purpose: int, round: int, repeat: int = 0) -> np.ndarray:
+def stream(seed: int, purpose: int, round: int) -> np.ndarray:
     """The key of one purpose in one round, as the two words that JAX's generator takes."""
-    return np.random.SeedSequence([seed, purpose, round, *([repeat] if repeat else [])]).generate_state(2)
+    return np.random.SeedSequence([seed, purpose, round]).generate_state(2)
 
 
 def os_entropy(words: int) -> np.ndarray:

@@ -1,14 +1,14 @@
-"""A population and the mechanisms that are played on it, round by round, on one machine.
+"""Rounds of federated learning on one machine, under one mechanism or several.
 
-Mechanisms that are played together have the same cohorts, batches and initial model, so that comparisons are paired.
+Mechanisms that are simulated together have the same cohorts, batches and initial model, so that comparisons are paired.
 
-Axis letters: K clients of the population, P parameters.
+Axis letters: K clients, V mechanisms (and personal models of a client), R runs, P parameters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from fedhdp.data import FederatedData
 from fedhdp.engine.devices import use_cpu_cores
 from fedhdp.engine.evaluation import Evaluation, chosen
 from fedhdp.engine.examples import make_example_store, make_gram_matrices, should_replicate
-from fedhdp.engine.personal_store import Packed, make_personal_store
+from fedhdp.engine.personal_store import make_personal_store
 from fedhdp.engine.placement import (
     CohortLayout,
     assign_slots,
@@ -36,275 +36,322 @@ from fedhdp.engine.placement import (
     size_classes,
 )
 from fedhdp.engine.round import Data, Engine, RoundParamsBatch, Shape
-from fedhdp.errors import require
+from fedhdp.errors import DataError, ModelError, RunError, require
 from fedhdp.mechanism import SERVER, Mechanism
 from fedhdp.models import Array, Model, Parameters, check_data
 from fedhdp.privacy.accounting import privacy_costs
 from fedhdp.results.metrics import MetricRow, group_rows
 from fedhdp.results.schema import VariantResult, account_groups, attach_metrics
+from fedhdp.results.store import read_arrays, write_arrays
 from fedhdp.rng import BATCHES, COHORT, MODEL, NOISE, os_entropy, stream
-from fedhdp.server import ServerOptimizer, ServerState
+from fedhdp.server import Optimizer, ServerOptimizer, ServerState
 
-
-class State(NamedTuple):
-    """All that a simulation carries from round to round."""
-
-    round: int
-    server: ServerState  # of every run
-    personal: Any  # personal models, as their store keeps them; None without personalization
-    uninitialized_K: np.ndarray  # clients who have not taken part yet
-    done: Any = None  # ready when the round is, and still there in the next
+StateArrays = Mapping[str, np.ndarray | Callable[[], np.ndarray]]
+Hook = Callable[["Simulation"], bool | None]
 
 
 @lru_cache(maxsize=8)  # on CPUs each takes up to a thousand of the 65,530 memory maps that Linux gives a process
-def _engine(model: Model, training: LocalTraining, step: ServerOptimizer, shape: Shape) -> Engine:
-    """One engine for all runs that differ in numbers alone: they share a compilation."""
-    return Engine(model, training, step, shape)
+def _engine(model: Model, training: LocalTraining, optimizer: Optimizer, shape: Shape) -> Engine:
+    """One engine for all simulations that differ in numbers alone: they share a compilation."""
+    return Engine(model, training, optimizer, shape)
 
 
 class Simulation:
-    """A population, a model and one mechanism or several, ready to play rounds.
+    """Federated learning on one machine, ready for its first round; it owns its state and changes it in place.
 
-    Several mechanisms are played at once, and have to draw the same cohorts. Those that differ in their pulls alone are
-    one run: they share its global model, noise and all, and each has personal models of its own. With ``repeats`` all of
-    them are played as often beside one another, each time with another initial model and other noise.
+    The state is the number of rounds completed, the server's state and the personal models. Several mechanisms are
+    simulated side by side with the same cohorts. A run is one global training: mechanisms that differ in their pulls alone
+    share a run, noise included, and each has personal models of its own.
+
+    Args:
+        data: Every client's examples. A mechanism's groups take the clients in order.
+        model: The network.
+        mechanisms: One mechanism, or several that draw the same cohorts.
+        training: How clients train.
+        server_optimizer: How the server applies the noised update: a ServerOptimizer or any optax transformation.
+        seed: Seed of the initial model and of the batches, from 0 to 2**31 - 1.
+        noise_seed: Seed of the noise and of the cohorts: repeatable and not private. None: the operating system's entropy.
+        directory: Where personal models are kept that do not fit in memory. None: a temporary file.
+        cohort_entropy: Fresh words from which several simulations draw the same cohorts. None: the simulation's own.
+
+    Raises:
+        InvalidValueError: If a seed is out of range, or the mechanisms do not draw the same cohorts.
+        DataError: If the groups do not have as many clients as the data, or the data does not fit the model.
+
+    Attributes:
+        round: How many rounds are completed.
+        server_state: The server's state of every run.
+        participated_K: The clients who have taken part in a round, and so have personal models.
+        histories: For each mechanism, the metrics of the rounds that ``run`` evaluated.
     """
 
     def __init__(
         self,
-        population: FederatedData,
+        data: FederatedData,
         model: Model,
-        mechanism: Mechanism | Sequence[Mechanism],
+        mechanisms: Mechanism | Sequence[Mechanism],
         training: LocalTraining | None = None,
-        step: ServerOptimizer | None = None,
+        server_optimizer: Optimizer | None = None,
         seed: int = 0,
         noise_seed: int | None = None,
-        folder: Path | None = None,  # of personal models that memory does not hold; None: a temporary one
-        repeats: int = 1,
-        cohorts: np.ndarray | None = None,  # fresh words that simulations shown side by side draw by; None: its own
+        directory: Path | None = None,
+        cohort_entropy: np.ndarray | None = None,
     ):
         use_cpu_cores()
-        require(repeats >= 1, "repeats", repeats, "at least 1")
         require(0 <= seed < 2**31, "seed", seed, "at least 0 and below 2**31")
         if noise_seed is not None:
             require(0 <= noise_seed < 2**31, "noise_seed", noise_seed, "at least 0 and below 2**31")
-        self.population, self.seed, self.noise_seed, self.cohorts = population, seed, noise_seed, cohorts
-        self.training, self.step = training or LocalTraining(), step or ServerOptimizer()
-        once = [mechanism] if isinstance(mechanism, Mechanism) else list(mechanism)
-        self.set_mechanisms(once * repeats, repeats)
-        clients = f"{population.clients}, the clients of {population.name}"
-        require(
-            self.mechanism.clients == population.clients, "groups", self.mechanism.clients, f"of {clients} together"
-        )
-        check_data(population, model)
-        run_V = tuple(self.run_of) if self.training.personalize else ()
-        sizes = size_classes(population.train, self.training.batch_size, several=model.head is not None)
-        everywhere = should_replicate(population.train, partition_by_owner=self.training.personalize)
-        inputs = int(np.prod(population.input_shape))
-        shape = Shape(inputs, sizes, population.train.uniform_size, everywhere, run_V, len(self.runs))
-        self.engine = _engine(model, self.training, self.step, shape)
+        self.data, self.seed, self.noise_seed, self.cohort_entropy = data, seed, noise_seed, cohort_entropy
+        self.training, self.server_optimizer = training or LocalTraining(), server_optimizer or ServerOptimizer()
+        mechanisms = [mechanisms] if isinstance(mechanisms, Mechanism) else list(mechanisms)
+        require(len(mechanisms) >= 1, "mechanisms", len(mechanisms), "one or more")
+        runs = list(dict.fromkeys(map(global_training, mechanisms)))
+        self.run_of = [runs.index(global_training(mechanism)) for mechanism in mechanisms]  # each mechanism's run
+        self.set_mechanisms(mechanisms)
+        clients = self.mechanism.clients
+        if clients != data.num_clients:
+            message = f"groups have {clients} clients in total, the data has {data.num_clients}"
+            raise DataError(message, "groups", clients)
+        check_data(data, model)
+        self.engine = self._make_engine(model)
         self.group_K = self.mechanism.client_group_indices
-        expected = self.mechanism.expected_cohort / self.engine.devices
-        steady = self.mechanism.sampling == "fixed" and (not self.training.personalize or self.engine.devices == 1)
-        spare = (0 if steady else 4 * expected**0.5 + 1) + (len(sizes) - 1) * self.engine.chunk
-        self.slots = self.engine.slots(math.ceil(expected + spare))
-        self.examples = make_example_store(self.engine, population.train, sizes[-1])
+        self.slots = self.engine.slots(self._expected_slots())
+        self.examples = make_example_store(self.engine, data.train, self.engine.shape.sizes[-1])
         self.gram_K = make_gram_matrices(self.engine, self.examples)
-        self.store = make_personal_store(self.engine, population.clients, folder) if self.training.personalize else None
-        self._numbers: RoundParamsBatch | None = None
+        personalize = self.training.personalize
+        self.store = make_personal_store(self.engine, data.num_clients, directory) if personalize else None
+        self._initialize()
 
-    def set_mechanisms(self, mechanisms: list[Mechanism], repeats: int = 1) -> None:
-        """Take these mechanisms for the rounds that follow: as many, and as much alike, as before."""
-        draws = {cohorts_of(one) for one in mechanisms}
-        require(len(draws) == 1, "mechanisms", len(draws), "such that all draw the same cohorts")
-        for one in mechanisms:
-            self.training.check(one)
-        self._mechanisms = tuple(mechanisms)
-        each = len(mechanisms) // repeats
-        trained = [(number // each, global_training(one)) for number, one in enumerate(mechanisms)]
-        self.runs = list(dict.fromkeys(trained))  # what the server really runs: which repeat, and what
-        self.run_of = [self.runs.index(one) for one in trained]
-        self._numbers = None
+    def _make_engine(self, model: Model) -> Engine:
+        personalize, train = self.training.personalize, self.data.train
+        sizes = size_classes(train, self.training.batch_size, several=model.head is not None)
+        replicated = should_replicate(train, partition_by_owner=personalize)
+        run_V = tuple(self.run_of) if personalize else ()
+        inputs = int(np.prod(self.data.input_shape))
+        shape = Shape(inputs, sizes, train.uniform_size, replicated, run_V, len(self.runs))
+        return _engine(model, self.training, self.server_optimizer, shape)
+
+    def _expected_slots(self) -> int:
+        """How many slots each device needs for all but the rarest cohorts."""
+        expected = self.mechanism.expected_cohort_size() / self.engine.devices
+        fixed = self.mechanism.sampling == "fixed" and (not self.training.personalize or self.engine.devices == 1)
+        spare = (0 if fixed else 4 * expected**0.5 + 1) + (len(self.engine.shape.sizes) - 1) * self.engine.chunk
+        return math.ceil(expected + spare)
+
+    def _initialize(self) -> None:
+        """Set the state before the first round."""
+        key = jax.random.wrap_key_data(jnp.asarray(stream(self.seed, MODEL, 0)))
+        theta_P = ravel_pytree(self.engine.model.init(key))[0]
+        self.round = 0
+        self.server_state: ServerState = self.engine.put(self._initial_server_state(theta_P), self.engine.replicated)
+        self.participated_K = np.zeros(self.data.num_clients, bool)
+        self.histories: list[list[MetricRow]] = [[] for _ in self.mechanisms]
+        self._personal: Any = None if self.store is None else self.store.start()
+        self._done: Array | None = None  # ready when the last round is computed
+        self._scores: dict[str, np.ndarray] | None = None  # the clients' scores of this round
+
+    def _initial_server_state(self, theta_P: Array) -> ServerState:
+        states = [server.initial_state(run, self.server_optimizer, theta_P) for run in self.runs]
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *states)
+
+    def set_mechanisms(self, mechanisms: Sequence[Mechanism]) -> None:
+        """Replace the mechanisms for the rounds that follow.
+
+        Args:
+            mechanisms: As many as there are; those that share a run must still differ in their pulls alone.
+
+        Raises:
+            InvalidValueError: If they do not draw the same cohorts or do not have the same runs.
+        """
+        mechanisms = tuple(mechanisms)
+        cohorts = {cohorts_of(mechanism) for mechanism in mechanisms}
+        require(len(cohorts) == 1, "mechanisms", len(cohorts), "such that all draw the same cohorts")
+        require(len(mechanisms) == len(self.run_of), "mechanisms", len(mechanisms), f"{len(self.run_of)}, as there are")
+        for mechanism in mechanisms:
+            self.training.check(mechanism)
+        trained = dict(zip(self.run_of, map(global_training, mechanisms), strict=True))
+        shared = all(trained[run] == global_training(m) for run, m in zip(self.run_of, mechanisms, strict=True))
+        require(shared, "mechanisms", len(mechanisms), "such that those of a run differ in their pulls alone")
+        self._mechanisms = mechanisms
+        self.runs = [trained[run] for run in range(len(trained))]
+        self._round_params: RoundParamsBatch | None = None
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
-        """What is played; changed by ``set_mechanisms`` alone, so that cohorts and noise are always of the same promise."""
+        """The mechanisms of the next round. `set_mechanisms` alone changes them, so that cohorts and noise agree."""
         return self._mechanisms
 
     @property
     def mechanism(self) -> Mechanism:
-        """The first of them, whose cohorts are everybody's."""
+        """The first mechanism; all draw its cohorts."""
         return self._mechanisms[0]
 
-    def start(self) -> State:
-        """The state before the first round."""
-        starts = []
-        for repeat, run in self.runs:
-            key = jax.random.wrap_key_data(jnp.asarray(stream(self.seed, MODEL, 0, repeat)))
-            starts.append(server.start(run, self.step, ravel_pytree(self.engine.model.init(key))[0]))
-        state_R = jax.tree.map(lambda *each: np.stack(each), *starts)
-        personal = None if self.store is None else self.store.start()
-        return State(
-            0, self.engine.put(state_R, self.engine.replicated), personal, np.ones(self.population.clients, bool)
-        )
+    def run(
+        self,
+        rounds: int,
+        before_round: Hook | None = None,
+        after_round: Hook | None = None,
+        evaluate_every: int | None = None,
+    ) -> None:
+        """Run rounds until ``rounds`` are completed: the only round loop.
+
+        Args:
+            rounds: Stop when so many rounds are completed, those before this call included.
+            before_round: Called before each round. It may call `set_mechanisms`. False ends the loop.
+            after_round: Called after each round and its evaluation. False ends the loop.
+            evaluate_every: Evaluate every so many rounds and after the last one, into ``histories``. None: never.
+        """
+        while self.round < rounds:
+            if before_round is not None and before_round(self) is False:
+                return
+            self.run_round()
+            if evaluate_every is not None and (self.round % evaluate_every == 0 or self.round == rounds):
+                for history, rows in zip(self.histories, self.evaluate(), strict=True):
+                    history += rows
+            if after_round is not None and after_round(self) is False:
+                return
 
     def draw_cohort(self, round: int) -> np.ndarray:
-        """Who is asked in a round.
+        """The clients who are sampled in a round.
 
-        Nobody may be able to tell: a seed can be found from the initial model, and is used again. Where nothing is
-        promised, it serves.
+        Secret unless there is a noise seed: the seed can be found from the initial model and is used again. Where no group
+        is promised anything it serves.
         """
         words = [self.seed if self.noise_seed is None else self.noise_seed]
-        if self.noise_seed is None and self.cohorts is not None:
-            words = [int(word) for word in self.cohorts]
-        elif self.noise_seed is None and not all(one.opted_out for m in self._mechanisms for one in m.groups):
+        if self.noise_seed is None and self.cohort_entropy is not None:
+            words = [int(word) for word in self.cohort_entropy]
+        elif self.noise_seed is None and not all(group.opted_out for m in self._mechanisms for group in m.groups):
             words = [int(word) for word in os_entropy(4)]
         return server.sample_cohort(self.mechanism, np.random.default_rng([*words, COHORT, round]))
 
-    def run_round(self, state: State) -> State:
-        """One round; the state that went in is used up."""
-        _refuse_what_is_used_up(state)
-        clients = self.draw_cohort(state.round)
-        count_K = self.population.train.count_K
-        if not self.engine.shape.full:  # those with most examples first, so that chunks are alike
+    def run_round(self) -> None:
+        """Run one round. It returns when the round is dispatched; at most one round is being computed before it."""
+        clients, count_K, engine = self.draw_cohort(self.round), self.data.train.count_K, self.engine
+        if not engine.shape.full:  # those with most examples first, so that chunks are alike
             clients = clients[np.argsort(-count_K[clients], kind="stable")]
-        seats = self._seats(
-            (partition_by_owner if self.training.personalize else partition_evenly)(self.engine, clients)
-        )
-        x_N, y_N, start_C = self.examples.fetch(seats)
-        personal, row_C = None, seats.place_C
+        partition = partition_by_owner if self.training.personalize else partition_evenly
+        layout = self._layout(partition(engine, clients))
+        x_N, y_N, start_C = self.examples.fetch(layout)
+        personal, row_C = None, layout.place_C
         if self.store is not None:
-            personal, row_C = self.store.checkout(state.personal, seats)
-        table = make_slot_table(self.engine, seats, self.group_K, start_C, count_K, row_C, state.uninitialized_K)
-        if self._numbers is None:
-            terms_R = jax.tree.map(lambda *each: np.stack(each), *(run.round_params for _, run in self.runs))
-            pull_VG = np.stack([one.round_params.pull_G for one in self.mechanisms])[: len(self.engine.run_V)]
-            self._numbers = self.engine.put(RoundParamsBatch(terms_R, pull_VG), self.engine.replicated)
-        rates = np.array(self.training.rates(state.round), np.float32)
-        keys = np.stack([stream(self.seed, BATCHES, state.round), *self._noise_keys(state.round)])
-        rates, keys = self.engine.put((rates, keys), self.engine.replicated)
-        self._wait_for_round(state)
-        server_state, personal, done = self.engine.round(
-            state.server, personal, Data(x_N, y_N, self.gram_K), table, self._numbers, rates, keys
+            personal, row_C = self.store.checkout(self._personal, layout)
+        table = make_slot_table(engine, layout, self.group_K, start_C, count_K, row_C, ~self.participated_K)
+        keys = np.stack([stream(self.seed, BATCHES, self.round), *self._noise_keys(self.round)])
+        rates = np.array(self.training.rates(self.round), np.float32)
+        rates, keys = engine.put((rates, keys), engine.replicated)
+        previous = self._done
+        if engine.devices > 1:
+            self.wait()
+        self.server_state, personal, self._done = engine.round(
+            self.server_state, personal, Data(x_N, y_N, self.gram_K), table, self._params(), rates, keys
         )
         if self.store is not None:
-            personal = self.store.commit(state.personal, personal, seats)
-        uninitialized_K = state.uninitialized_K.copy()
-        uninitialized_K[clients] = False
-        return State(state.round + 1, server_state, personal, uninitialized_K, done)
+            self._personal = self.store.commit(self._personal, personal, layout)
+        self.participated_K[clients] = True
+        self.round, self._scores = self.round + 1, None
+        if previous is not None:
+            previous.block_until_ready()
 
-    def _wait_for_round(self, state: State) -> None:
-        """Wait for a round before more is asked of several devices.
+    def _params(self) -> RoundParamsBatch:
+        """The numbers of all mechanisms, on the devices."""
+        if self._round_params is None:
+            params_R = jax.tree.map(lambda *leaves: np.stack(leaves), *(run.round_params for run in self.runs))
+            pull_VG = np.stack([mechanism.round_params.pull_G for mechanism in self.mechanisms])
+            batch = RoundParamsBatch(params_R, pull_VG[: len(self.engine.run_V)])
+            self._round_params = self.engine.put(batch, self.engine.replicated)
+        return self._round_params
 
-        What queues up for the cores of a CPU shares a few threads, and a round that waits in them for its other device's
-        sums may keep that device from ever computing them.
+    def wait(self) -> None:
+        """Wait until the last round is computed.
+
+        Several devices need it before every dispatch: the cores of a CPU share a few threads, and a round that waits in
+        them for another device's sums may keep that device from computing them.
         """
-        if state.done is not None and self.engine.devices > 1:
-            state.done.block_until_ready()
+        if self._done is not None:
+            self._done.block_until_ready()
 
-    def client_scores(self, state: State) -> dict[str, np.ndarray]:
-        """What every kind of model scores on each client's own test examples: score_KV, a column for each mechanism.
+    def client_scores(self) -> dict[str, np.ndarray]:
+        """What each kind of model scores on each client's own test examples.
 
-        The kinds are global, average, personal and chosen, as far as there are such; without examples a score is NaN.
+        Returns:
+            For "global", and where there are such "average", "personal" and "chosen": scores of the shape (clients,
+            mechanisms). A client without test examples has NaN.
         """
-        _refuse_what_is_used_up(state)
-        self._wait_for_round(state)
-        runs, judge = len(self.runs), self._judge
-        score_KT = judge.on_clients(state.server.theta_P, state.personal, state.uninitialized_K)
-        found = {"global": score_KT[:, self.run_of]}
-        if self.step.average is not None:
-            found["average"] = judge.on_clients(self._averages(state), None, state.uninitialized_K)[:, self.run_of]
+        if self._scores is None:
+            self._scores = self._score_clients()
+        return self._scores
+
+    def _score_clients(self) -> dict[str, np.ndarray]:
+        self.wait()
+        theta_RP, uninitialized_K, evaluation = self.server_state.theta_P, ~self.participated_K, self._evaluation
+        score_KT = evaluation.on_clients(theta_RP, self._personal, uninitialized_K)
+        scores = {"global": score_KT[:, self.run_of]}
+        if server.average_decay(self.server_optimizer) is not None:
+            scores["average"] = evaluation.on_clients(self._averages(), None, uninitialized_K)[:, self.run_of]
         if self.store is not None:
-            found["personal"] = score_KT[:, runs:]
-            if self.population.validation is not None:
-                held_out_KT = judge.on_held_out(state.server.theta_P, state.personal, state.uninitialized_K)
-                found["chosen"] = chosen(self.run_of, held_out_KT[:, runs:], score_KT[:, runs:])
-        return found
+            scores["personal"] = score_KT[:, len(self.runs) :]
+            if self.data.validation is not None:
+                held_out_KT = evaluation.on_held_out(theta_RP, self._personal, uninitialized_K)
+                scores["chosen"] = chosen(self.run_of, held_out_KT[:, len(self.runs) :], scores["personal"])
+        return scores
 
-    def evaluate(self, state: State, by_client: dict[str, np.ndarray] | None = None) -> list[list[MetricRow]]:
-        """For each mechanism: all models on the server's test set, and by group on the clients' own (`client_scores`)."""
-        by_client = self.client_scores(state) if by_client is None else by_client
-        names, judge = [group.name for group in self.mechanism.groups], self._judge
-        on_server = {"global": judge.on_server(state.server.theta_P)}
-        if self.step.average is not None:
-            on_server["average"] = judge.on_server(self._averages(state))
-        clip_R, refused_RG = np.asarray(state.server.clip), np.asarray(state.server.refused_G)
-        found = []
+    def evaluate(self) -> list[list[MetricRow]]:
+        """For each mechanism, the metrics of all models: on the server's test set, and by group on the clients' own."""
+        client_scores, names = self.client_scores(), [group.name for group in self.mechanism.groups]
+        models = {"global": self.server_state.theta_P}
+        if server.average_decay(self.server_optimizer) is not None:
+            models["average"] = self._averages()
+        server_scores = {}
+        if len(self.data.server_y_N) > 0:
+            server_scores = {model: self._evaluation.on_server(theta_RP) for model, theta_RP in models.items()}
+        clip_R, refused_RG = np.asarray(self.server_state.clip), np.asarray(self.server_state.refused_G)
+        metrics = []
         for v, r in enumerate(self.run_of):
-            has_test = len(self.population.server_y_N) > 0
-            rows = [
-                MetricRow(state.round, SERVER, m, "accuracy", float(on_server[m][r])) for m in on_server if has_test
-            ]
-            for model, score_KV in by_client.items():
-                rows += group_rows(state.round, model, names, self.group_K, score_KV[:, v])
-            rows.append(MetricRow(state.round, SERVER, "global", "clip", float(clip_R[r])))
-            rows += [
-                MetricRow(state.round, name, "global", "refused", float(n)) for name, n in zip(names, refused_RG[r])
-            ]
-            found.append(rows)
-        return found
+            of_server = partial(MetricRow, self.round, SERVER)
+            rows = [of_server(model, "accuracy", float(score_R[r])) for model, score_R in server_scores.items()]
+            for model, score_KV in client_scores.items():
+                rows += group_rows(self.round, model, names, self.group_K, score_KV[:, v])
+            rows.append(of_server("global", "clip", float(clip_R[r])))
+            for name, refused in zip(names, refused_RG[r], strict=True):
+                rows.append(MetricRow(self.round, name, "global", "refused", float(refused)))
+            metrics.append(rows)
+        return metrics
 
     @cached_property
-    def _judge(self) -> Evaluation:
-        return Evaluation(self.engine, self.population, self.group_K, self.store)
+    def _evaluation(self) -> Evaluation:
+        return Evaluation(self.engine, self.data, self.group_K, self.store)
 
-    def global_model(self, state: State, number: int = 0) -> np.ndarray:
-        """A mechanism's global model as one row."""
-        _refuse_what_is_used_up(state)
-        return np.asarray(state.server.theta_P[self.run_of[number]])
+    def global_model(self, number: int = 0) -> np.ndarray:
+        """The global model of a mechanism, as one row of parameters."""
+        return np.asarray(self.server_state.theta_P[self.run_of[number]])
 
-    def personal_models(self, state: State, clients: np.ndarray | int, number: int = 0) -> np.ndarray:
-        """A mechanism's personal models of these clients, one row each; one who never took part has the global model."""
+    def personal_models(self, clients: np.ndarray | int, number: int = 0) -> np.ndarray:
+        """The personal models of these clients under a mechanism, one row each.
+
+        A client who has not taken part has the global model.
+
+        Raises:
+            ModelError: If training does not personalize.
+            InvalidValueError: If there is no such client.
+        """
         if self.store is None:
-            raise ValueError("there are no personal models: training does not personalize")
-        _refuse_what_is_used_up(state)
+            raise ModelError("there are no personal models: training does not personalize", "personalize", False)
         clients = np.atleast_1d(clients)
-        known = len(clients) > 0 and 0 <= min(clients) <= max(clients) < self.population.clients
-        require(known, "clients", clients.tolist(), f"from 0 to {self.population.clients - 1}")
-        own_CP = self.store.rows(state.personal, clients)[:, number]
-        return np.where(state.uninitialized_K[clients, None], self.global_model(state, number), own_CP)
+        exist = len(clients) > 0 and 0 <= min(clients) <= max(clients) < self.data.num_clients
+        require(exist, "clients", clients.tolist(), f"from 0 to {self.data.num_clients - 1}")
+        personal_CP = self.store.rows(self._personal, clients)[:, number]
+        return np.where(self.participated_K[clients, None], personal_CP, self.global_model(number))
 
-    def model(self, state: State, client: int | None = None, number: int = 0) -> Parameters:
-        """A mechanism's global model, or a client's personal one, as what the model's own functions take."""
-        row_P = self.global_model(state, number) if client is None else self.personal_models(state, client, number)[0]
+    def model(self, client: int | None = None, number: int = 0) -> Parameters:
+        """A mechanism's global model, or a client's personal one, as the parameters that the model's functions take."""
+        row_P = self.global_model(number) if client is None else self.personal_models(client, number)[0]
         return self.engine.unravel(jnp.asarray(row_P))
 
-    def pack(self, state: State) -> Packed:
-        """The state as named arrays, personal models in the order of the clients, so that any machine can go on.
-
-        Large ones are functions that make them, to be called before the next round; `results.write_arrays` takes them so.
-        """
-        _refuse_what_is_used_up(state)
-        arrays: Packed = {f"server_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state.server))}
-        arrays = {**arrays, "round": np.array(state.round), "uninitialized_K": state.uninitialized_K}
-        own = {} if self.store is None else self.store.pack(state.personal, np.flatnonzero(~state.uninitialized_K))
-        return {**arrays, **own}
-
-    def unpack(self, arrays: dict[str, np.ndarray]) -> State:
-        """The state that was packed by a simulation like this one.
-
-        Personal models are taken out of the arrays one by one, so that memory holds them once; give a copy to keep them.
-        """
-        starts = [server.start(run, self.step, jnp.zeros(self.engine.parameters)) for _, run in self.runs]
-        leaves, tree = jax.tree.flatten(jax.tree.map(lambda *each: np.stack(each), *starts))
-        packed = [arrays[f"server_{i}"] for i in range(sum(name.startswith("server_") for name in arrays))]
-        alike = [leaf.shape for leaf in packed] == [leaf.shape for leaf in leaves]
-        if not alike or len(arrays["uninitialized_K"]) != self.population.clients:
-            raise ValueError("the checkpoint is of another model, mechanism, server or population")
-        known = np.flatnonzero(~arrays["uninitialized_K"])
-        personal = None if self.store is None else self.store.unpack(arrays, known)
-        server_state = self.engine.put(jax.tree.unflatten(tree, packed), self.engine.replicated)
-        return State(int(arrays["round"]), server_state, personal, arrays["uninitialized_K"])
-
-    def _averages(self, state: State) -> Array:
-        return jax.vmap(partial(server.averaged_model, self.step))(state.server)
-
-    def parameters(self, state: State, number: int = 0) -> dict[str, np.ndarray]:
-        """A mechanism's global model, and its average if there is one, as arrays named by where they stand in the model."""
-        _refuse_what_is_used_up(state)
-        models = {"global": state.server.theta_P}
-        if self.step.average is not None:
-            models["average"] = self._averages(state)
+    def named_parameters(self, number: int = 0) -> dict[str, np.ndarray]:
+        """A mechanism's global model, and its average if there is one, as arrays named by their path in the model."""
+        models = {"global": self.server_state.theta_P}
+        if server.average_decay(self.server_optimizer) is not None:
+            models["average"] = self._averages()
         named = {}
         for model, theta_RP in models.items():
             leaves, _ = jax.tree.flatten_with_path(self.engine.unravel(theta_RP[self.run_of[number]]))
@@ -312,9 +359,56 @@ class Simulation:
                 named[f"{model}/{jax.tree_util.keystr(path, simple=True, separator='/')}"] = np.asarray(leaf)
         return named
 
-    def _seats(self, shares: list[np.ndarray]) -> CohortLayout:
-        """Where the devices' shares of a cohort sit; a cohort is never cut short."""
-        count_K, sizes = self.population.train.count_K, self.engine.shape.sizes
+    def _averages(self) -> Array:
+        return jax.vmap(partial(server.averaged_model, self.server_optimizer))(self.server_state)
+
+    def state_arrays(self) -> StateArrays:
+        """The state as named arrays, independent of the number of devices.
+
+        Large arrays are functions that make them, to be called before the next round.
+        """
+        arrays: StateArrays = {f"server_{i}": np.asarray(a) for i, a in enumerate(jax.tree.leaves(self.server_state))}
+        arrays = {**arrays, "round": np.array(self.round), "participated_K": self.participated_K.copy()}
+        if self.store is None:
+            return arrays
+        return {**arrays, **self.store.pack(self._personal, np.flatnonzero(self.participated_K))}
+
+    def restore(self, arrays: dict[str, Any]) -> None:
+        """Take over the state that `state_arrays` returned, from a simulation made in the same way.
+
+        Personal models are removed from the arrays one by one, so that memory holds them once.
+
+        Raises:
+            RunError: If the arrays are of another model, mechanism, server optimizer or number of clients.
+        """
+        initial = self._initial_server_state(jnp.zeros(self.engine.parameters))
+        leaves, tree = jax.tree.flatten(initial)
+        saved = [arrays[f"server_{i}"] for i in range(sum(name.startswith("server_") for name in arrays))]
+        same_shapes = [leaf.shape for leaf in saved] == [leaf.shape for leaf in leaves]
+        if not same_shapes or len(arrays["participated_K"]) != self.data.num_clients:
+            raise RunError("the checkpoint is of another model, mechanism, server optimizer or data set", "checkpoint")
+        self.wait()
+        self.participated_K = np.array(arrays["participated_K"])
+        if self.store is not None:
+            self._personal = self.store.unpack(arrays, np.flatnonzero(self.participated_K))
+        self.server_state = self.engine.put(jax.tree.unflatten(tree, saved), self.engine.replicated)
+        self.round, self._done, self._scores = int(arrays["round"]), None, None
+
+    def save(self, path: Path | str) -> None:
+        """Write the state to a file, atomically. Personal models that memory does not hold stay in ``directory``."""
+        write_arrays(Path(path), self.state_arrays())
+
+    def load(self, path: Path | str) -> None:
+        """Restore the state that `save` wrote.
+
+        Raises:
+            RunError: If the file is damaged, or of another simulation.
+        """
+        self.restore(read_arrays(Path(path)))
+
+    def _layout(self, shares: list[np.ndarray]) -> CohortLayout:
+        """The slots of a cohort, given each device's share of it; more slots where they do not suffice."""
+        count_K, sizes = self.data.train.count_K, self.engine.shape.sizes
         while True:
             chunk = self.engine.chunk_of(self.slots // self.engine.devices)
             placed = [by_size(share, count_K, sizes, chunk) if len(sizes) > 1 else share for share in shares]
@@ -324,37 +418,38 @@ class Simulation:
             self.slots = self.engine.slots(needed)
 
     def _noise_keys(self, round: int) -> list[np.ndarray]:
-        """A key for each run: from a noise seed the same for all of a repeat, so that they are paired; else its own."""
+        """A key for each run: with a noise seed the same for all, so that they are paired, else its own."""
         if self.noise_seed is not None:
-            return [stream(self.noise_seed, NOISE, round, repeat) for repeat, _ in self.runs]
+            return [stream(self.noise_seed, NOISE, round)] * len(self.runs)
         return list(os_entropy(2 * len(self.runs)).reshape(-1, 2))
 
 
-def _refuse_what_is_used_up(state: State) -> None:
-    """A state whose arrays a round has taken over can be neither played nor looked at."""
-    if state.server.theta_P.is_deleted():
-        raise ValueError("this state has been played already: go on with the one that play returned")
-
-
 def global_training(mechanism: Mechanism) -> Mechanism:
-    """The mechanism as far as the server goes, who never sees a personal model."""
+    """The mechanism as the server sees it: without pulls, as personal models never reach the server."""
     return replace(mechanism, groups=tuple(replace(group, pull=0.0) for group in mechanism.groups))
 
 
 def cohorts_of(mechanism: Mechanism) -> tuple:
-    """What decides who is drawn: mechanisms that have it in common can be played together."""
+    """What decides who is sampled: mechanisms that agree in it can be simulated together."""
     return mechanism.sampling, tuple((group.clients, group.sampling_rate) for group in mechanism.groups)
 
 
 class SimulationResult(NamedTuple):
-    """What a simulation came to."""
+    """The outcome of a simulation under one mechanism.
+
+    Attributes:
+        mechanism: The mechanism.
+        rounds: How many rounds were completed.
+        parameters: The global model, as arrays named by their path in the model.
+        scores: Each client's score at the end, by the kind of model (see `Simulation.client_scores`).
+        history: The metrics of every evaluation.
+        repeatable: Whether there was a noise seed, so that nothing is private.
+    """
 
     mechanism: Mechanism
     rounds: int
-    parameters: dict[str, np.ndarray]  # the global model
-    scores: dict[
-        str, np.ndarray
-    ]  # each client's own, at the end, by the kind of model (see `Simulation.client_scores`)
+    parameters: dict[str, np.ndarray]
+    scores: dict[str, np.ndarray]
     history: list[MetricRow]
     repeatable: bool
 
@@ -367,74 +462,81 @@ class SimulationResult(NamedTuple):
 
 
 def simulate(
-    population: FederatedData,
+    data: FederatedData,
     model: Model,
     mechanism: Mechanism,
     training: LocalTraining | None = None,
-    step: ServerOptimizer | None = None,
+    server_optimizer: Optimizer | None = None,
     rounds: int = 100,
     evaluate_every: int | None = None,
     seed: int = 0,
     noise_seed: int | None = None,
-    on_round: Callable[[State], None] | None = None,
+    on_round: Hook | None = None,
 ) -> SimulationResult:
-    """Train for some rounds and evaluate at the end, and on the way if asked.
+    """Train under one mechanism and evaluate.
 
-    ``seed`` is that of the initial model and of the order of batches. Noise, and who is drawn, come from the operating
-    system, so that no two runs are alike; with a ``noise_seed`` they come from it, which is repeatable and not private.
-    ``evaluate_every`` so many rounds, besides the last; ``on_round`` is called with the state after each round.
+    Args:
+        data: Every client's examples. The mechanism's groups take the clients in order.
+        model: The network.
+        mechanism: The privacy groups, and how updates are sampled, clipped, noised and weighed.
+        training: How clients train.
+        server_optimizer: How the server applies the noised update: a ServerOptimizer or any optax transformation.
+        rounds: How many rounds.
+        evaluate_every: Evaluate every so many rounds, besides the last.
+        seed: Seed of the initial model and of the batches.
+        noise_seed: Seed of the noise and of the cohorts: repeatable and not private. None: the operating system's entropy.
+        on_round: Called with the simulation after each round. False ends the training.
+
+    Returns:
+        The global model, every client's scores and the metrics.
+
+    Raises:
+        InvalidValueError: If an argument is out of range.
+        DataError: If the data does not fit the groups or the model.
     """
-    require(
-        isinstance(mechanism, Mechanism), "mechanism", type(mechanism).__name__, "one; for several: simulate_together"
+    message = "a Mechanism (simulate_many takes several)"
+    require(isinstance(mechanism, Mechanism), "mechanism", type(mechanism).__name__, message)
+    mechanisms = [mechanism]
+    (result,) = simulate_many(
+        data, model, mechanisms, training, server_optimizer, rounds, evaluate_every, seed, noise_seed, on_round
     )
-    return simulate_many(
-        population, model, [mechanism], training, step, rounds, evaluate_every, seed, noise_seed, on_round
-    )[0]
+    return result
 
 
 def simulate_many(
-    population: FederatedData,
+    data: FederatedData,
     model: Model,
     mechanisms: Sequence[Mechanism],
     training: LocalTraining | None = None,
-    step: ServerOptimizer | None = None,
+    server_optimizer: Optimizer | None = None,
     rounds: int = 100,
     evaluate_every: int | None = None,
     seed: int = 0,
     noise_seed: int | None = None,
-    on_round: Callable[[State], None] | None = None,
-    repeats: int = 1,
+    on_round: Hook | None = None,
 ) -> list[SimulationResult]:
-    """Train under several mechanisms with the same cohorts and batches, so that they are paired, in one program.
+    """Train under several mechanisms in one program, paired: with the same cohorts, batches and initial model.
 
-    With ``repeats`` all of them are trained as often, each time from another initial model with other noise: in what is
-    returned, all mechanisms of the first time come first.
+    Args and errors are those of `simulate`, with several mechanisms that draw the same cohorts.
+
+    Returns:
+        A result for each mechanism, in their order.
     """
-    whole = isinstance(rounds, int | np.integer) and not isinstance(rounds, bool)
-    require(whole and rounds >= 1, "rounds", rounds, "a whole number of at least 1")
+    _require_count("rounds", rounds)
     if evaluate_every is not None:
-        whole = isinstance(evaluate_every, int | np.integer) and evaluate_every >= 1
-        require(whole, "evaluate_every", evaluate_every, "a whole number of at least 1")
-    require(len(mechanisms) >= 1, "mechanisms", len(mechanisms), "one or more")
-    simulation = Simulation(population, model, mechanisms, training, step, seed, noise_seed, repeats=repeats)
-    state = simulation.start()
-    histories: list[list[MetricRow]] = [[] for _ in simulation.mechanisms]
-    while state.round < rounds:
-        state = simulation.run_round(state)
-        if on_round is not None:
-            on_round(state)
-        if state.round == rounds or (evaluate_every and state.round % evaluate_every == 0):
-            scores = simulation.client_scores(state)
-            for history, rows in zip(histories, simulation.evaluate(state, scores)):
-                history += rows
-    return [
-        SimulationResult(
-            one,
-            rounds,
-            simulation.parameters(state, number),
-            {model: score_KV[:, number] for model, score_KV in scores.items()},
-            histories[number],
-            repeatable=noise_seed is not None,
-        )
-        for number, one in enumerate(simulation.mechanisms)
-    ]
+        _require_count("evaluate_every", evaluate_every)
+    simulation = Simulation(data, model, mechanisms, training, server_optimizer, seed, noise_seed)
+    simulation.run(rounds, after_round=on_round, evaluate_every=evaluate_every or rounds)
+    results = []
+    for number, (mechanism, history) in enumerate(zip(simulation.mechanisms, simulation.histories, strict=True)):
+        if not history or history[-1].round != simulation.round:  # ended by on_round
+            history += simulation.evaluate()[number]
+        scores = {model: score_KV[:, number] for model, score_KV in simulation.client_scores().items()}
+        parameters, repeatable = simulation.named_parameters(number), noise_seed is not None
+        results.append(SimulationResult(mechanism, simulation.round, parameters, scores, history, repeatable))
+    return results
+
+
+def _require_count(field: str, value: object) -> None:
+    integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    require(integer and value >= 1, field, value, "a whole number of at least 1")  # type: ignore[operator]

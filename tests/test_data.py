@@ -321,7 +321,7 @@ def test_tffs_sqlite_gives_every_client_its_own_images_with_ink_high(tmp_path, p
     assert import_files([tmp_path / "file"], quiet) == ["emnist-tff"]
     for classes, clients in ((62, 6), (10, 4)):
         population = femnist("tff", classes, seed=3)
-        assert population.clients == clients
+        assert population.num_clients == clients
         label_K = population.train.y_N[population.train.start_K]
         assert sorted(label_K) == list(range(clients))
         assert label_K.tolist() == population.test.y_N.tolist()
@@ -776,7 +776,7 @@ def test_the_command_line_downloads_checks_and_keeps_mnist(server, tmp_path, mon
     monkeypatch.setitem(directory.SOURCES, "mnist", known._replace(files=files))
     assert run(monkeypatch, "data", "download", "mnist") == 0
     assert capsys.readouterr().out == f"mnist: now in {data}\nmnist: 600 images to train, 300 to test\n"
-    assert mnist.mnist(clients=60, samples=10, test_samples=5).clients == 60
+    assert mnist.mnist(clients=60, samples=10, test_samples=5).num_clients == 60
     assert not list(data.rglob("*.gz*"))
 
 
@@ -919,7 +919,7 @@ def test_handwriting_takes_test_sizes_of_its_own():
 
 def test_the_real_mnist_is_what_everybody_knows(imported):
     population = mnist.mnist(directory=imported)
-    assert (population.clients, len(population.train.y_N), len(population.server_y_N)) == (2000, 60_000, 10_000)
+    assert (population.num_clients, len(population.train.y_N), len(population.server_y_N)) == (2000, 60_000, 10_000)
     digit_KM = population.train.y_N.reshape(2000, 30)
     assert (digit_KM == digit_KM[:, :1]).all()
     clients_10 = np.bincount(digit_KM[:, 0])
@@ -931,7 +931,7 @@ def test_the_real_mnist_is_what_everybody_knows(imported):
 
 def test_the_real_mnist_by_writer_has_836_clients_who_share_nothing(imported):
     population = mnist.mnist("by_writer", directory=imported)
-    assert population.clients == 836
+    assert population.num_clients == 836
     total_K = population.train.count_K + population.test.count_K
     assert (total_K.sum(), total_K.min(), total_K.max()) == (70_000, 8, 131)
     assert np.array_equal(population.test.count_K, -(-total_K // 10))
@@ -946,7 +946,7 @@ def test_the_real_330_writers_are_whole(imported, real):
     population = femnist("330", directory=imported)
     with np.load(real / "femnist" / "femnist_330.npz") as file:
         label, client, is_test = file["labels"], file["client"], file["is_test"]
-    assert population.clients == 330
+    assert population.num_clients == 330
     assert sorted(population.train.count_K) == sorted(np.bincount(client[~is_test]))
     assert sorted(population.server_y_N) == sorted(label[is_test])
     assert population.train.x_N[:, 0].mean() < 1 < population.train.x_N[:, 14].mean()

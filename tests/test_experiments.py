@@ -394,7 +394,7 @@ def test_a_resume_that_is_refused_can_be_made_good(tmp_path):
 def test_variants_that_memory_parts_are_still_drawn_the_same_cohorts_and_with_a_ledger_each_its_own(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("fedhdp.experiments.runner.personal_room", lambda: 0)
+    monkeypatch.setattr("fedhdp.experiments.runner.personal_bytes_limit", lambda: 0)
     drawn, draw = [], Simulation.draw_cohort
 
     def watched(simulation: Simulation, round: int) -> np.ndarray:
@@ -831,13 +831,13 @@ def test_variants_that_differ_in_pulls_alone_share_one_global_training(tmp_path)
 def test_a_variant_may_have_its_own_server_and_training_on_the_same_cohorts(tmp_path):
     base = tiny(rounds=3)
     plain, other = base.variants[1], replace(base.variants[1], name="other")
-    changes = {"server": {"optimizer": "momentum", "learning_rate": 0.3}, "training": {"epochs": 2}}
+    changes = {"server": {"momentum": 0.9, "learning_rate": 0.3}, "training": {"epochs": 2}}
     several = replace(base, variants=(plain, replace(other, **changes)))
     assert from_toml(to_toml(several), "x") == several
     run(several, tmp_path / "together", onwards)
     alone = replace(base, variants=(plain,))
     run(alone, tmp_path / "plain", onwards)
-    run(replace(alone, server=ServerOptimizer("momentum", 0.3), training=replace(base.training, epochs=2)),
+    run(replace(alone, server=ServerOptimizer("sgd", 0.3, 0.9), training=replace(base.training, epochs=2)),
         tmp_path / "other", onwards)  # fmt: skip
     for name, part in (("fedhdp", "plain"), ("other", "other")):
         models = [
@@ -847,8 +847,8 @@ def test_a_variant_may_have_its_own_server_and_training_on_the_same_cohorts(tmp_
             np.testing.assert_array_equal(models[0][array], models[1][array])
     for wrong, said in (
         (
-            {"server": {"optimizer": "adam"}},
-            "server of 'other': unknown field optimizer = 'adam'; did you mean optimizer?",
+            {"server": {"nam": "adam"}},
+            "server of 'other': unknown field nam = 'adam'; did you mean name?",
         ),
         ({"training": {"epochs": 0}}, "epochs must be at least 1, got 0"),
         ({"training": {"proximal": 1e9}}, "proximal must be at least 0 and below"),
@@ -866,7 +866,7 @@ def test_a_variant_that_draws_other_cohorts_runs_by_itself(tmp_path):
 
 
 def test_personal_models_on_disk_are_gone_when_a_run_is_done(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedhdp.engine.personal_store.personal_room", lambda: 0)
+    monkeypatch.setattr("fedhdp.engine.personal_store.personal_bytes_limit", lambda: 0)
     folder, seen = tmp_path / "run", []
 
     def watch(progress: Progress) -> bool:

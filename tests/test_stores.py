@@ -9,103 +9,95 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import mechanism_of, tiny_data
+from helpers import mechanism_of, raises_field, tiny_data
 from msgspec.structs import replace
-from test_simulate import CHOSEN, MODEL, TRAINING, final, read
+from test_simulate import CHOSEN, MODEL, TRAINING, trained
 
-from fedhdp import simulation as simulate
 from fedhdp.algorithms import dp_fedavg, non_private
 from fedhdp.client import LocalTraining
 from fedhdp.data import Examples, examples, hold_out
 from fedhdp.datasets.handwriting import OnDemand, handwriting
 from fedhdp.engine import examples as example_stores
 from fedhdp.engine import personal_store as personal
-from fedhdp.engine import placement as stores
-from fedhdp.engine.placement import size_classes
+from fedhdp.engine.placement import assign_slots, partition_by_owner, size_classes
+from fedhdp.errors import RunError
+from fedhdp.mechanism import Mechanism
 from fedhdp.models import mlp
-from fedhdp.simulation import Simulation, simulate_many
+from fedhdp.simulation import Simulation, simulate, simulate_many
 
 
-def alike(one, other) -> None:
-    """Two (simulation, state) are the same within float tolerance."""
-    (a, state_a), (b, state_b) = one, other
-    np.testing.assert_allclose(a.global_model(state_a), b.global_model(state_b), atol=1e-5)
-    took_part = np.flatnonzero(~state_a.uninitialized_K)
-    np.testing.assert_allclose(a.personal_models(state_a, took_part), b.personal_models(state_b, took_part), atol=1e-5)
-    for rows_a, rows_b in zip(a.evaluate(state_a), b.evaluate(state_b), strict=True):
+def assert_close(a: Simulation, b: Simulation) -> None:
+    """The states are the same within float tolerance."""
+    np.testing.assert_allclose(a.global_model(), b.global_model(), atol=1e-5)
+    participated = np.flatnonzero(a.participated_K)
+    np.testing.assert_allclose(a.personal_models(participated), b.personal_models(participated), atol=1e-5)
+    for rows_a, rows_b in zip(a.evaluate(), b.evaluate(), strict=True):
         assert [row[:4] for row in rows_a] == [row[:4] for row in rows_b]
         np.testing.assert_allclose([row.value for row in rows_a], [row.value for row in rows_b], atol=1e-4)
 
 
 def test_personal_models_on_disk_are_those_in_memory(population, monkeypatch):
-    in_memory = final(population, CHOSEN)
-    monkeypatch.setattr(personal, "personal_room", lambda: 0)
-    on_disk = final(population, CHOSEN)
-    assert isinstance(on_disk[0].store, personal.MemoryMappedPersonalModels)
-    alike(in_memory, on_disk)
+    in_memory = trained(population, CHOSEN)
+    monkeypatch.setattr(personal, "personal_bytes_limit", lambda: 0)
+    on_disk = trained(population, CHOSEN)
+    assert isinstance(on_disk.store, personal.MemoryMappedPersonalModels)
+    assert_close(in_memory, on_disk)
 
 
 def test_a_run_with_models_on_disk_goes_on_from_its_checkpoint_whatever_was_written_since(
     population, monkeypatch, tmp_path
 ):
-    whole, end = final(population, CHOSEN, rounds=6)
-    monkeypatch.setattr(personal, "personal_room", lambda: 0)
-    begun = Simulation(population, MODEL, CHOSEN, TRAINING, seed=3, noise_seed=7, folder=tmp_path)
-    state = begun.start()
-    for number in range(5):  # a checkpoint after two rounds, another after three, and two rounds that nobody kept
-        state = begun.run_round(state)
-        if number in (1, 2):
-            kept = read(begun.pack(state))
-    again = Simulation(population, MODEL, CHOSEN, TRAINING, seed=3, noise_seed=7, folder=tmp_path)
-    state = again.unpack(kept)
-    assert state.round == 3
-    for _ in range(3):
-        state = again.run_round(state)
-    alike((whole, end), (again, state))
+    uninterrupted = trained(population, CHOSEN, rounds=6)
+    monkeypatch.setattr(personal, "personal_bytes_limit", lambda: 0)
+    crashed = trained(population, CHOSEN, rounds=2, directory=tmp_path)
+    crashed.save(tmp_path / "state.npz")
+    crashed.run(3)
+    crashed.save(tmp_path / "state.npz")
+    crashed.run(5)  # two rounds after the last checkpoint
+    resumed = trained(population, CHOSEN, rounds=0, directory=tmp_path)
+    resumed.load(tmp_path / "state.npz")
+    assert resumed.round == 3
+    resumed.run(6)
+    assert_close(uninterrupted, resumed)
     (tmp_path / "personal.bin").unlink()
-    with pytest.raises(ValueError, match=r"personal\.bin is gone"):
-        Simulation(population, MODEL, CHOSEN, TRAINING, folder=tmp_path).unpack(kept)
+    with pytest.raises(RunError, match=r"personal\.bin"):
+        resumed.load(tmp_path / "state.npz")
 
 
 def test_the_file_of_personal_models_stays_small_however_long_the_run(population, monkeypatch):
-    in_memory = final(population, CHOSEN, rounds=40)
-    monkeypatch.setattr(personal, "personal_room", lambda: 0)
-    simulation = Simulation(population, MODEL, CHOSEN, TRAINING, seed=3, noise_seed=7)
-    state, most, written = simulation.start(), 0, 0
-    for number in range(40):
-        written += len(simulation.draw_cohort(number))
-        most = max(most, len(simulation.draw_cohort(number)))
-        state = simulation.run_round(state)
-        if number == 20:
-            simulation.pack(state)  # from here on a client needs two rows
-    rows, known = simulation.store.file.rows, np.count_nonzero(~state.uninitialized_K)
-    assert rows <= 3 * known + 2 * most < written
-    alike(in_memory, (simulation, state))
+    in_memory = trained(population, CHOSEN, rounds=40)
+    monkeypatch.setattr(personal, "personal_bytes_limit", lambda: 0)
+    simulation = trained(population, CHOSEN, rounds=21)
+    simulation.state_arrays()  # from here on a client needs two rows
+    simulation.run(40)
+    cohorts = [len(simulation.draw_cohort(number)) for number in range(40)]
+    rows, personalized = simulation.store.file.rows, np.count_nonzero(simulation.participated_K)
+    assert rows <= 3 * personalized + 2 * max(cohorts) < sum(cohorts)
+    assert_close(in_memory, simulation)
 
 
 def test_examples_that_clients_share_are_kept_once_and_change_nothing(population, monkeypatch):
     train = population.train
     shared = population._replace(train=examples_twice(train), test=examples_twice(population.test))
     many = replace(CHOSEN, groups=tuple(replace(group, clients=2 * group.clients) for group in CHOSEN.groups))
-    copied = final(shared, many)
-    assert isinstance(copied[0].examples, example_stores.ShardedExamples)
-    monkeypatch.setattr(stores, "examples_room", lambda: train.x_N.nbytes)
-    kept_once = final(shared, many)
-    assert isinstance(kept_once[0].examples, example_stores.ReplicatedExamples)
-    alike(copied, kept_once)
+    copied = trained(shared, many)
+    assert isinstance(copied.examples, example_stores.ShardedExamples)
+    monkeypatch.setattr(example_stores, "example_bytes_limit", lambda: train.x_N.nbytes)
+    replicated = trained(shared, many)
+    assert isinstance(replicated.examples, example_stores.ReplicatedExamples)
+    assert_close(copied, replicated)
 
 
 @pytest.mark.parametrize("personalize", [True, False])
 def test_products_of_examples_are_kept_from_round_to_round_and_change_nothing(personalize):
     population = tiny_data([3] * 19)
     training = replace(TRAINING, personalize=personalize)
-    simulation, state = final(population, CHOSEN, training=training)
-    assert simulation.gram_K is not None
-    again = Simulation(population, MODEL, CHOSEN, training, seed=3, noise_seed=7)
-    again.gram_K, other = None, again.start()
-    while other.round < state.round:
-        other = again.run_round(other)
-    np.testing.assert_allclose(simulation.global_model(state), again.global_model(other), atol=1e-6)
+    cached = trained(population, CHOSEN, training=training)
+    assert cached.gram_K is not None
+    computed = trained(population, CHOSEN, rounds=0, training=training)
+    computed.gram_K = None
+    computed.run(3)
+    np.testing.assert_allclose(cached.global_model(), computed.global_model(), atol=1e-6)
 
 
 def test_products_of_examples_are_those_of_the_client_wherever_it_lies():
@@ -115,9 +107,8 @@ def test_products_of_examples_are_those_of_the_client_wherever_it_lies():
     whole = tiny_data([3] * 19)._replace(train=backwards)
     for personalize in (True, False):  # on the devices where clients live, and on all of them
         simulation = Simulation(whole, MODEL, CHOSEN, replace(TRAINING, personalize=personalize))
-        seats = stores.assign_slots(
-            stores.partition_by_owner(simulation.engine, np.arange(8)), 8 * simulation.engine.devices
-        )
+        shares = partition_by_owner(simulation.engine, np.arange(8))
+        seats = assign_slots(shares, 8 * simulation.engine.devices)
         start_C = simulation.examples.fetch(seats)[2]
         gram_K = simulation.engine.fetch(simulation.gram_K)
         each = 0 if simulation.engine.shape.replicated else len(gram_K) // simulation.engine.devices
@@ -146,11 +137,11 @@ def examples_twice(given: Examples) -> Examples:
 @pytest.mark.parametrize("personalize", [True, False])
 def test_examples_fetched_for_a_cohort_are_those_on_the_devices(population, monkeypatch, personalize):
     training = replace(TRAINING, personalize=personalize)
-    resident, state = final(population, CHOSEN, training=training)
-    monkeypatch.setattr(stores, "examples_room", lambda: 0)
-    fetched, other = final(population, CHOSEN, training=training)
-    assert isinstance(fetched.examples, example_stores.StreamedExamples)
-    np.testing.assert_allclose(resident.global_model(state), fetched.global_model(other), atol=1e-6)
+    resident = trained(population, CHOSEN, training=training)
+    monkeypatch.setattr(example_stores, "example_bytes_limit", lambda: 0)
+    streamed = trained(population, CHOSEN, training=training)
+    assert isinstance(streamed.examples, example_stores.StreamedExamples)
+    np.testing.assert_allclose(resident.global_model(), streamed.global_model(), atol=1e-6)
 
 
 def test_handwriting_beyond_memory_is_written_when_it_is_asked_for(monkeypatch):
@@ -159,7 +150,7 @@ def test_handwriting_beyond_memory_is_written_when_it_is_asked_for(monkeypatch):
     monkeypatch.setattr("fedhdp.datasets.handwriting.TESTED", 10)
     large = handwriting(30, 4, 2, 20, "by_writer", seed=3)
     assert isinstance(large.train, OnDemand)
-    assert large.clients == 30
+    assert large.num_clients == 30
     clients = np.array([7, 29, 0])
     for made, expected in zip(large.train.take(clients, 5), whole.train.take(clients, 5), strict=True):
         np.testing.assert_array_equal(made, expected)
@@ -168,29 +159,28 @@ def test_handwriting_beyond_memory_is_written_when_it_is_asked_for(monkeypatch):
         hold_out(large, 0.5, 0)
     mechanism = mechanism_of((10, 0.0, 1.0), (20, 1.0, 0.1))
     simulation = Simulation(large, mlp(784, 5, 10), mechanism, LocalTraining(1, 4, 0.1), seed=1, noise_seed=1)
-    state = simulation.run_round(simulation.start())
+    simulation.run(1)
     resident = Simulation(whole, mlp(784, 5, 10), mechanism, LocalTraining(1, 4, 0.1), seed=1, noise_seed=1)
-    np.testing.assert_allclose(
-        simulation.global_model(state), resident.global_model(resident.run_round(resident.start())), atol=1e-6
-    )
-    assert {row.group for row in simulation.evaluate(state)[0]} == {"server", "group 0", "group 1"}
+    resident.run(1)
+    np.testing.assert_allclose(simulation.global_model(), resident.global_model(), atol=1e-6)
+    assert {row.group for row in simulation.evaluate()[0]} == {"server", "group 0", "group 1"}
 
 
 def test_runs_played_together_are_those_played_alone(population):
     stronger = replace(CHOSEN, groups=tuple(replace(group, pull=1.5) for group in CHOSEN.groups))
     per_group = replace(CHOSEN, noise="per_group")
     several = [CHOSEN, non_private(CHOSEN), stronger, dp_fedavg(CHOSEN), per_group]
-    together, state = final(population, several)
+    together = trained(population, several)
     assert together.run_of == [0, 1, 0, 2, 3]
-    everybody = np.arange(population.clients)
-    rows = together.evaluate(state)
+    everybody = np.arange(population.num_clients)
+    rows = together.evaluate()
     for number, mechanism in enumerate(several):
-        alone, other = final(population, mechanism)
-        np.testing.assert_allclose(together.global_model(state, number), alone.global_model(other), atol=1e-5)
+        alone = trained(population, mechanism)
+        np.testing.assert_allclose(together.global_model(number), alone.global_model(), atol=1e-5)
         np.testing.assert_allclose(
-            together.personal_models(state, everybody, number), alone.personal_models(other, everybody), atol=1e-5
+            together.personal_models(everybody, number), alone.personal_models(everybody), atol=1e-5
         )
-        (expected,) = alone.evaluate(other)
+        (expected,) = alone.evaluate()
         assert [row[:4] for row in rows[number]] == [row[:4] for row in expected]
         np.testing.assert_allclose([row.value for row in rows[number]], [row.value for row in expected], atol=1e-4)
 
@@ -207,41 +197,32 @@ def test_runs_together_have_noise_of_their_own_where_no_seed_is_given(population
     assert not np.array_equal(keys[0], simulation._noise_keys(0)[0])
 
 
-def test_repeats_are_the_same_cohorts_with_another_start_and_other_noise(population):
-    several = [CHOSEN, non_private(CHOSEN)]
-    made = simulate_many(population, MODEL, several, TRAINING, rounds=2, seed=3, noise_seed=7, repeats=3)
-    assert [one.mechanism for one in made] == several * 3
-    once = simulate_many(population, MODEL, several, TRAINING, rounds=2, seed=3, noise_seed=7)
-    for name, array in once[0].parameters.items():
-        np.testing.assert_allclose(made[0].parameters[name], array, atol=1e-5)
-        assert np.abs(made[2].parameters[name] - array).max() > 1e-3
-        assert np.abs(made[4].parameters[name] - made[2].parameters[name]).max() > 1e-3
-
-
 def test_runs_that_draw_other_cohorts_cannot_be_played_together(population):
     rarer = replace(CHOSEN, groups=tuple(replace(group, sampling_rate=0.1) for group in CHOSEN.groups))
-    with pytest.raises(ValueError, match="all draw the same cohorts"):
+    with raises_field("mechanisms"):
         Simulation(population, MODEL, [CHOSEN, rarer], TRAINING)
 
 
 def test_a_mechanism_changed_on_the_way_changes_cohorts_and_noise_together(population):
     louder = replace(CHOSEN, groups=tuple(replace(group, noise_multiplier=50.0) for group in CHOSEN.groups))
-    simulation, state = final(population, CHOSEN, rounds=1)
-    with pytest.raises(AttributeError):
-        simulation.mechanism = louder
-    before = simulation.global_model(state)
-    simulation.set_mechanisms([louder])
-    moved = np.abs(simulation.global_model(simulation.run_round(state)) - before).mean()
-    simulation, state = final(population, CHOSEN, rounds=1)
-    quiet = np.abs(simulation.global_model(simulation.run_round(state)) - before).mean()
-    assert moved > 10 * quiet
+
+    def moved(mechanism: Mechanism) -> float:
+        """How far the second round moves the global model if it has this mechanism."""
+        simulation = trained(population, CHOSEN, rounds=1)
+        with pytest.raises(AttributeError):
+            simulation.mechanism = mechanism
+        before = simulation.global_model()
+        simulation.run(2, before_round=lambda simulation: simulation.set_mechanisms([mechanism]))
+        return np.abs(simulation.global_model() - before).mean()
+
+    assert moved(louder) > 10 * moved(CHOSEN)
 
 
 def test_each_client_chooses_the_pull_that_is_best_on_what_it_held_out(population):
     chosen = hold_out(population, 0.3, seed=5)
     pulls = [replace(CHOSEN, groups=tuple(replace(g, pull=pull) for g in CHOSEN.groups)) for pull in (0.0, 0.5, 4.0)]
-    simulation, state = final(chosen, pulls, rounds=4)
-    rows = simulation.evaluate(state)
+    simulation = trained(chosen, pulls, rounds=4)
+    rows = simulation.evaluate()
     held, test = chosen.validation, chosen.test
 
     def score(own_P: np.ndarray, examples: Examples, k: int) -> float:
@@ -252,8 +233,8 @@ def test_each_client_chooses_the_pull_that_is_best_on_what_it_held_out(populatio
         guess = np.argmax(MODEL.apply(theta, examples.x_N[here] / np.float32(255), None), axis=1)
         return float((guess == examples.y_N[here]).mean())
 
-    everybody = np.arange(chosen.clients)
-    own = [simulation.personal_models(state, everybody, number) for number in range(3)]
+    everybody = np.arange(chosen.num_clients)
+    own = [simulation.personal_models(everybody, number) for number in range(3)]
     best = [max(range(3), key=lambda v, k=k: (score(own[v][k], held, k), -v)) for k in everybody]
     expected = np.array([score(own[best[k]][k], test, k) for k in everybody])
     assert len(set(best)) > 1
@@ -264,7 +245,7 @@ def test_each_client_chooses_the_pull_that_is_best_on_what_it_held_out(populatio
 
 def test_what_is_held_out_is_never_trained_on(population):
     chosen = hold_out(population, 0.3, seed=5)
-    for k in range(population.clients):
+    for k in range(population.num_clients):
         parts = []
         for part in (chosen.train, chosen.validation, population.train):
             here = slice(part.start_K[k], part.start_K[k] + part.count_K[k])
@@ -285,7 +266,7 @@ def test_simulate_together_returns_each_mechanism_in_its_place(population):
     several = [CHOSEN, non_private(CHOSEN)]
     made = simulate_many(population, MODEL, several, TRAINING, rounds=2, seed=3, noise_seed=7)
     assert [one.mechanism for one in made] == several
-    alone = simulate.simulate(population, MODEL, several[1], TRAINING, rounds=2, seed=3, noise_seed=7)
+    alone = simulate(population, MODEL, several[1], TRAINING, rounds=2, seed=3, noise_seed=7)
     for name, array in alone.parameters.items():
         np.testing.assert_allclose(made[1].parameters[name], array, atol=1e-5)
 
@@ -295,17 +276,18 @@ import sys, jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
 from helpers import tiny_data
-from test_simulate import CHOSEN, final, read
+from test_simulate import CHOSEN, trained
 population = tiny_data([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6])
-simulation, state = final(population, CHOSEN)
+simulation = trained(population, CHOSEN)
 assert simulation.engine.devices == 4
-own = simulation.personal_models(state, np.flatnonzero(~state.uninitialized_K))
-values = [row.value for row in simulation.evaluate(state)[0]]
-kept = read(simulation.pack(state))
-again = simulation.unpack(kept)
-_, fresh = final(population, CHOSEN, noise_seed=None)  # from the entropy of one of the two, and not of the other
-np.savez(sys.argv[3], theta=simulation.global_model(state), own=own, values=values, again=simulation.global_model(again),
-         fresh=simulation.global_model(fresh))
+personal = simulation.personal_models(np.flatnonzero(simulation.participated_K))
+values = [row.value for row in simulation.evaluate()[0]]
+simulation.save(sys.argv[3] + ".state")
+restored = trained(population, CHOSEN, rounds=0)
+restored.load(sys.argv[3] + ".state")
+fresh = trained(population, CHOSEN, noise_seed=None)  # from the entropy of one of the two, and not of the other
+np.savez(sys.argv[3], theta=simulation.global_model(), personal=personal, values=values,
+         restored=restored.global_model(), fresh=fresh.global_model())
 """
 
 
@@ -323,13 +305,12 @@ def test_two_processes_play_one_run_with_one_noise(population, tmp_path):
     one, other = (dict(np.load(out)) for out in outs)
     for name in one:
         np.testing.assert_array_equal(one[name], other[name])
-    simulation, state = final(population, CHOSEN)
-    np.testing.assert_allclose(one["theta"], simulation.global_model(state), atol=1e-5)
-    np.testing.assert_array_equal(one["theta"], one["again"])
-    np.testing.assert_allclose(
-        one["own"], simulation.personal_models(state, np.flatnonzero(~state.uninitialized_K)), atol=1e-5
-    )
-    np.testing.assert_allclose(one["values"], [row.value for row in simulation.evaluate(state)[0]], atol=1e-4)
+    simulation = trained(population, CHOSEN)
+    np.testing.assert_allclose(one["theta"], simulation.global_model(), atol=1e-5)
+    np.testing.assert_array_equal(one["theta"], one["restored"])
+    personal_models = simulation.personal_models(np.flatnonzero(simulation.participated_K))
+    np.testing.assert_allclose(one["personal"], personal_models, atol=1e-5)
+    np.testing.assert_allclose(one["values"], [row.value for row in simulation.evaluate()[0]], atol=1e-4)
     assert np.abs(one["fresh"] - one["theta"]).max() > 1e-4
 
 

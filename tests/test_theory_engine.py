@@ -12,7 +12,7 @@ from fedhdp.datasets import regression
 from fedhdp.mechanism import Mechanism
 from fedhdp.models import linear, squared_error
 from fedhdp.reproduction.theory.monte_carlo import estimate
-from fedhdp.simulation import Simulation, State
+from fedhdp.simulation import Simulation
 from fedhdp.theory import linear_regression as lr
 from fedhdp.theory import shared_noise
 from fedhdp.theory.linear_regression import Level, Problem
@@ -67,17 +67,18 @@ FOR_ALL = training_at(1 / (1 + 4), epochs=40)  # one rate for all levels: that o
 
 def played(
     dataset: str, population: FederatedData, promise: Mechanism, training: LocalTraining
-) -> tuple[Simulation, State, np.ndarray]:
+) -> tuple[Simulation, np.ndarray]:
     """The state after two rounds, and the global model between them, which the second round's clients receive."""
     simulation = Simulation(population, DATASETS[dataset][1], promise, training, noise_seed=0)
-    state = simulation.run_round(simulation.start())
-    received_D = simulation.global_model(state)
-    return simulation, simulation.run_round(state), received_D
+    simulation.run(1)
+    received_D = simulation.global_model()
+    simulation.run(2)
+    return simulation, received_D
 
 
-def personal_models(simulation: Simulation, state: State) -> np.ndarray:
+def personal_models(simulation: Simulation) -> np.ndarray:
     """Every client's personal model, in the order of the clients."""
-    return simulation.personal_models(state, np.flatnonzero(~state.uninitialized_K))
+    return simulation.personal_models(np.flatnonzero(simulation.participated_K))
 
 
 def least_squares(population: FederatedData) -> np.ndarray:
@@ -97,11 +98,11 @@ def test_without_noise_the_engines_estimates_are_the_papers_after_one_step(datas
     global_D = lr.global_estimate(local_KD, level_K, weight_G)
     silent = mechanism(with_noise(problem, np.zeros(levels)), weight_G, pull_G, CLIP)
     for level, pull in enumerate(pull_G):  # one rate for all clients of a run, so one run for each level's own
-        simulation, state, received_D = played(dataset, population, silent, training_at(1 / (1 + pull)))
+        simulation, received_D = played(dataset, population, silent, training_at(1 / (1 + pull)))
         np.testing.assert_allclose(received_D, global_D, atol=1e-5)
         personal_KD = lr.personal_estimate(local_KD, global_D, pull)
         np.testing.assert_allclose(
-            personal_models(simulation, state)[level_K == level], personal_KD[level_K == level], atol=1e-5
+            personal_models(simulation)[level_K == level], personal_KD[level_K == level], atol=1e-5
         )
 
 
@@ -111,10 +112,10 @@ def test_at_one_rate_for_all_levels_every_personal_model_walks_to_its_own_estima
     population = draw("linear regression", problem, seed=0)
     level_K = np.repeat(np.arange(3), problem.clients_G.astype(int))
     promise = mechanism(problem, weight_G, pull_G, CLIP)
-    simulation, state, received_D = played("linear regression", population, promise, FOR_ALL)
+    simulation, received_D = played("linear regression", population, promise, FOR_ALL)
     local_KD = least_squares(population)
     expected = [lr.personal_estimate(local_D, received_D, pull) for local_D, pull in zip(local_KD, pull_G[level_K])]
-    np.testing.assert_allclose(personal_models(simulation, state), expected, atol=1e-5)
+    np.testing.assert_allclose(personal_models(simulation), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("noise", ["per_group", "shared"])
@@ -139,14 +140,14 @@ def test_with_noise_the_engines_server_and_clients_err_as_predicted(dataset, lev
     pull_G = shared_noise.optimal_pulls(problem, weight_G) if noise == "shared" else lr.own_noise_pulls(problem)
     promise = mechanism(problem, weight_G, pull_G, CLIP, noise)
     assert pull_G.max() <= 4
-    server_T, client_TG, state = [], [], None
+    server_T, client_TG = [], []
     for seed in range(150):
         population = draw(dataset, problem, seed)
         simulation = Simulation(population, DATASETS[dataset][1], promise, FOR_ALL, noise_seed=seed)
-        state = simulation.run_round(state or simulation.start())  # a step at rate 1 leaves nothing of where it began
-        server_T.append(np.mean((simulation.global_model(state) - population.server_y_N.ravel()) ** 2))
-        state = simulation.run_round(state)
-        (rows,) = simulation.evaluate(state)
+        simulation.run(1)
+        server_T.append(np.mean((simulation.global_model() - population.server_y_N.ravel()) ** 2))
+        simulation.run(2)
+        (rows,) = simulation.evaluate()
         client_TG.append([row.value for row in rows if (row.model, row.metric) == ("personal", "accuracy")])
     # with the noise on the server nobody can take their own out: the error is the one with own noise inside
     predicted = [theory.server_variance(problem, weight_G), *theory.client_mse(problem, weight_G, pull_G)]

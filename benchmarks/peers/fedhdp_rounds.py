@@ -51,19 +51,17 @@ def main() -> None:
     simulation = Simulation(population, model, mechanism, training, seed=work.seed)
     w1, b1, w2, b2 = w.start(work)
     theta_P, _ = ravel_pytree({"first": {"w": w1, "b": b1}, "rest": {"w": w2.T, "b": b2}})
-    state = simulation.start()
-    first = jax.device_put(state.server._replace(theta_P=theta_P[None]), simulation.engine.replicated)
-    state = state._replace(server=first)
+    initial = simulation.server_state._replace(theta_P=theta_P[None])
+    simulation.server_state = jax.device_put(initial, simulation.engine.replicated)
 
     def run_round(number: int) -> None:
-        nonlocal state
-        state = simulation.run_round(state)
-        jax.block_until_ready((state.server, state.personal))
+        simulation.run_round()
+        simulation.wait()
 
     seconds = w.time_rounds(asked, run_round)
-    trained = simulation.engine.unravel(simulation.global_model(state))
+    trained = simulation.engine.unravel(simulation.global_model())
     parts = [trained["first"]["w"], trained["first"]["b"], trained["rest"]["w"].T, trained["rest"]["b"]]
-    came = round(mechanism.expected_cohort)
+    came = round(mechanism.expected_cohort_size())
     steps = came * training.epochs * -(-work.samples // training.batch_size) * (2 if personal else 1)
     versions = {"fedhdp": fedhdp.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
     device = f"{len(jax.devices())} × {jax.devices()[0].device_kind}"

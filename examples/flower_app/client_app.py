@@ -1,19 +1,18 @@
-"""The client: how it trains on its own examples. Everything else is fedhdp's."""
+"""The client: how it trains on its own examples."""
 
 from __future__ import annotations
 
 from flwr.app import Context
-from task import MODEL, level, own_examples
+from task import MODEL, choose_level, load_examples
 
-from fedhdp.flower.client_app import Trainer, client_app
-from fedhdp.flower.config import from_run_config
-from fedhdp.flower.trainer import built_in
+from fedhdp.flower import Deployment, Trainer, client_app, jax_trainer
 
 
 def trainer(context: Context) -> Trainer:
     """One client's training, with its own examples."""
-    mine, training = own_examples(context), from_run_config(context.run_config).training
-    return built_in(MODEL, training, mine["train_x"], mine["train_y"], test=(mine["test_x"], mine["test_y"]))
+    examples, training = load_examples(context), Deployment.from_run_config(context.run_config).training
+    test = examples["test_x"], examples["test_y"]
+    return jax_trainer(MODEL, training, examples["train_x"], examples["train_y"], test=test)
 
 
-app = client_app(trainer, level)
+app = client_app(trainer, choose_level)

@@ -1,13 +1,15 @@
-"""The server: where the model starts and how good it is on the server's own test set. Everything else is fedhdp's."""
+"""The server: the initial model, and its accuracy on the server's own test set."""
 
 from __future__ import annotations
 
-from task import MODEL, server_test
+from task import MODEL, load_server_test
 
-from fedhdp.flower.server_app import server_app
-from fedhdp.flower.trainer import score_with, start_model
+from fedhdp.flower import Arrays, initial_arrays, scorer, server_app
 
-app = server_app(
-    start_model=lambda deployment: start_model(MODEL, deployment.seed),
-    score=lambda arrays: score_with(MODEL, *server_test())(arrays),
-)
+
+def score(arrays: Arrays) -> float:
+    """The model's accuracy on the server's test set."""
+    return scorer(MODEL, *load_server_test())(arrays)
+
+
+app = server_app(lambda deployment: initial_arrays(MODEL, deployment.seed), score)

@@ -1,27 +1,25 @@
-"""The same client in PyTorch: only ``fit`` and ``score`` differ. To use it, in pyproject.toml:
+"""The same client in PyTorch: only ``fit`` and ``score`` differ. To use it, set in pyproject.toml:
 
 clientapp = "torch_client:app"
 
-The server neither knows nor cares: it sees arrays of the same names and shapes.
+The server does not change: it sees arrays of the same names and shapes.
 """
 
 from __future__ import annotations
 
 import torch
 from flwr.app import Context
-from task import level, logits, own_examples
+from task import choose_level, load_examples, logits
 from torch.nn.functional import cross_entropy
 
-from fedhdp.client import LocalTraining
-from fedhdp.flower.client_app import Trainer, client_app
-from fedhdp.flower.config import from_run_config
-from fedhdp.flower.protocol import Arrays
+from fedhdp import LocalTraining
+from fedhdp.flower import Arrays, Deployment, Trainer, client_app
 
 Tensors = dict[str, torch.Tensor]
 
 
 def as_tensors(arrays: Arrays) -> Tensors:
-    """NumPy arrays as tensors of their own."""
+    """Copies of NumPy arrays as tensors."""
     return {name: torch.tensor(array) for name, array in arrays.items()}
 
 
@@ -30,13 +28,13 @@ def as_arrays(model: Tensors) -> Arrays:
     return {name: tensor.detach().numpy() for name, tensor in model.items()}
 
 
-def step(model: Tensors, x: torch.Tensor, y: torch.Tensor, rate: float, pull: float, towards: Tensors) -> Tensors:
-    """One step of gradient descent on the loss and, for a personal model, on pull/2·‖model − towards‖²."""
+def sgd_step(model: Tensors, x: torch.Tensor, y: torch.Tensor, rate: float, pull: float, anchor: Tensors) -> Tensors:
+    """One SGD step on the loss plus pull/2·‖model − anchor‖²."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in model.items()}
     gradients = torch.autograd.grad(cross_entropy(logits(leaves, x), y), list(leaves.values()))
-    pairs = zip(leaves.items(), gradients)
     return {
-        name: (leaf - rate * (gradient + pull * (leaf - towards[name]))).detach() for (name, leaf), gradient in pairs
+        name: (leaf - rate * (gradient + pull * (leaf - anchor[name]))).detach()
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
     }
 
 
@@ -45,13 +43,13 @@ def torch_trainer(training: LocalTraining, x_N: torch.Tensor, y_N: torch.Tensor,
 
     def fit(parameters: Arrays, personal: Arrays, pull: float, round: int) -> tuple[Arrays, Arrays]:
         start, rates = as_tensors(parameters), training.rates(round)
-        model, own = dict(start), as_tensors(personal)
+        model, personal_model = dict(start), as_tensors(personal)
         order = torch.randperm(len(y_N))
         for _ in range(training.epochs):
             for batch in order.split(training.batch_size):
-                model = step(model, x_N[batch], y_N[batch], rates[0], 0.0, start)
-                own = step(own, x_N[batch], y_N[batch], rates[1], pull, start)
-        return as_arrays(model), as_arrays(own)
+                model = sgd_step(model, x_N[batch], y_N[batch], rates[0], 0.0, start)
+                personal_model = sgd_step(personal_model, x_N[batch], y_N[batch], rates[1], pull, start)
+        return as_arrays(model), as_arrays(personal_model)
 
     def score(arrays: Arrays) -> float:
         x_T, y_T = test or (x_N, y_N)
@@ -62,10 +60,10 @@ def torch_trainer(training: LocalTraining, x_N: torch.Tensor, y_N: torch.Tensor,
 
 def trainer(context: Context) -> Trainer:
     """One client's training, with its own examples."""
-    mine, training = own_examples(context), from_run_config(context.run_config).training
-    x_N, x_T = (torch.tensor(mine[f"{part}_x"]).flatten(1) / 255 for part in ("train", "test"))
-    y_N, y_T = (torch.tensor(mine[f"{part}_y"]).long() for part in ("train", "test"))
+    examples, training = load_examples(context), Deployment.from_run_config(context.run_config).training
+    x_N, x_T = (torch.tensor(examples[f"{part}_x"]).flatten(1) / 255 for part in ("train", "test"))
+    y_N, y_T = (torch.tensor(examples[f"{part}_y"]).long() for part in ("train", "test"))
     return torch_trainer(training, x_N, y_N, (x_T, y_T))
 
 
-app = client_app(trainer, level)
+app = client_app(trainer, choose_level)

@@ -113,12 +113,12 @@ def _account_named(name: str, rounds: int | None, delta: float | None, tuning: T
     changes: dict[str, Any] = {key: value for key, value in (("rounds", rounds), ("delta", delta)) if value is not None}
     path = Path(name)
     if (path.is_dir() and not (path / EXPERIMENT).is_file()) or path.name == "pyproject.toml":
-        from fedhdp.flower.config import from_app
+        from fedhdp.flower.config import Deployment
 
         if tuning is not None:
             message = f"--tuning-trials must not be given with {name}, a Flower app, got {tuning.trials:g}"
             raise ConfigError(message, "--tuning-trials", tuning.trials)
-        _account_app(from_app(path, **changes), json)
+        _account_app(Deployment.from_app(path, **changes), json)
     else:
         from fedhdp.experiments import EXPERIMENTS
         from fedhdp.experiments.config import find
@@ -147,7 +147,7 @@ def _account_app(deployment: Deployment, json: bool) -> None:
 
     mechanism = deployment.mechanism(dict.fromkeys(deployment.levels, 1))
     reports = account_levels(mechanism, deployment.rounds, deployment.delta_of, deployment.budgets)
-    levels = sorted(reports, key=lambda report: deployment.strictness.index(report.level))
+    levels = sorted(reports, key=lambda report: deployment.levels_by_strictness.index(report.level))
     header = {
         "deployment": deployment.name,
         "rounds": deployment.rounds,

@@ -69,7 +69,7 @@ class Evaluation:
     ) -> np.ndarray:
         asked, models = np.flatnonzero(examples.count_K), theta_RP.shape[0]
         models += 0 if personal is None else len(self.engine.run_V)
-        score_KT = np.full((self.population.clients, models), np.nan)  # without examples there is no score
+        score_KT = np.full((self.population.num_clients, models), np.nan)  # without examples there is no score
         at_once = AT_ONCE if isinstance(self.store, MemoryMappedPersonalModels) else max(len(asked), 1)
         for first in range(0, len(asked), at_once):
             shares = partition_by_owner(self.engine, asked[first : first + at_once])

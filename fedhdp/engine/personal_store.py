@@ -25,6 +25,7 @@ from fedhdp.engine.examples import GIB
 from fedhdp.engine.placement import CohortLayout
 from fedhdp.engine.round import Engine
 from fedhdp.engine.row_file import RowFile
+from fedhdp.errors import RunError
 from fedhdp.models import Array, Model, Parameters
 from fedhdp.results.store import PERSONAL
 
@@ -99,26 +100,31 @@ class MemoryMappedPersonalModels:
     def __init__(self, engine: Engine, clients: int, folder: Path | None):
         self.engine, self.clients = engine, clients
         self.path = None if folder is None else folder / PERSONAL
+        self.file: RowFile | None = None
+        self.written: list[Future] = []  # what the last round left on its desk
         self.writers = ThreadPoolExecutor(engine.devices)  # one for what is on each device
         weakref.finalize(self, self.writers.shutdown, wait=False)
 
-    def _open(self, how: int) -> RowFile:
+    def _open(self, how: int) -> Any:
         numbers = [len(self.engine.run_V) * leaf.size for leaf in jax.tree.leaves(self.engine.like)]
         self.file = RowFile(self.path, how, numbers)
         self.out_of_date = np.zeros(0, np.int64)  # rows that nobody needs, as far as was looked
         self.desks: list[Parameters | None] = [None, None]
-        self.written: list[Future] = []  # what the last round left on its desk
+        self.written = []
         self.writing: dict[int, int] = {}  # whose that is, and in which slot
-        return self.file
+        return self
 
     def start(self) -> Any:
-        """An empty file."""
+        """No models; the file is not touched before the first round, as it may be that of a checkpoint."""
         self.row_K = np.full(self.clients, NO_ROW, np.int32)
         self.kept_K = self.row_K.copy()  # as the last checkpoint knows it
-        return self._open(os.O_CREAT | os.O_TRUNC)
+        self.file = None
+        return self
 
     def checkout(self, kept: Any, seats: CohortLayout) -> tuple[Parameters, np.ndarray]:
         """A desk with the models of those clients who have any, and their rows."""
+        if self.file is None:
+            self._open(os.O_CREAT | os.O_TRUNC)
         known_C = seats.is_participating_C & (self.row_K[seats.client_C] != NO_ROW)
         desk = self.desks.pop(0)
         if desk is None or jax.tree.leaves(desk)[0].shape[0] != len(seats.client_C):
@@ -164,6 +170,7 @@ class MemoryMappedPersonalModels:
         leaves = [np.zeros(shape, np.float32) for shape in shapes]
         row_B = np.where(client_B >= 0, self.row_K[client_B], NO_ROW)
         for b in np.flatnonzero(row_B != NO_ROW):
+            assert self.file is not None
             self.file.read(int(row_B[b]), [leaf[b] for leaf in leaves])
         return leaves
 
@@ -174,6 +181,7 @@ class MemoryMappedPersonalModels:
         self.row_K[clients] = self._rows_for(len(clients))
         row_C = np.where(seats.is_participating_C, self.row_K[seats.client_C], NO_ROW)
         self.writing = dict(zip(clients.tolist(), np.flatnonzero(seats.is_participating_C).tolist()))
+        assert self.file is not None
         for shards in zip(*(leaf.addressable_shards for leaf in jax.tree.leaves(lent))):
             self.written.append(self.writers.submit(_write, self.file, shards, row_C))
         self.desks.append(lent)
@@ -181,6 +189,7 @@ class MemoryMappedPersonalModels:
 
     def _rows_for(self, count: int) -> np.ndarray:
         """Where in the file to write as many models: at most two rows of a client are needed, now and by a checkpoint."""
+        assert self.file is not None
         known = int(np.count_nonzero(self.row_K != NO_ROW))
         if len(self.out_of_date) < count and self.file.rows > 3 * max(known, count):
             needed = np.zeros(self.file.rows, bool)
@@ -204,14 +213,16 @@ class MemoryMappedPersonalModels:
     def pack(self, kept: Any, known: np.ndarray) -> Packed:
         """Where in the file each client's models are; they stay there."""
         self._wait()
-        self.file.sync()
+        if self.file is not None:
+            self.file.sync()
         self.kept_K = self.row_K.copy()
         return {"personal_row": self.kept_K}
 
     def unpack(self, arrays: dict[str, np.ndarray], known: np.ndarray) -> Any:
         """Go on with the file."""
         if self.path is None or not self.path.exists():
-            raise ValueError(f"{self.path or 'the file'} is gone: the personal models of this run were in it")
+            message = f"{self.path or 'the file'} is gone: the personal models of this run were in it"
+            raise RunError(message, "directory", self.path)
         self.kept_K = arrays["personal_row"]
         self.row_K = self.kept_K.copy()
         return self._open(0)

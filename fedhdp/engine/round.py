@@ -30,7 +30,7 @@ from fedhdp.client import Clients, LocalTraining, as_floats, client_updates, coo
 from fedhdp.engine.low_rank import gram
 from fedhdp.mechanism import RoundParams
 from fedhdp.models import Array, Model, Parameters
-from fedhdp.server import ServerOptimizer, ServerState, Sums, Updates, clip_and_sum, finish_round
+from fedhdp.server import Optimizer, ServerState, Sums, Updates, clip_and_sum, finish_round
 
 AXIS = "clients"
 BY_CLIENT, EVERYWHERE = PartitionSpec(AXIS), PartitionSpec()
@@ -87,7 +87,7 @@ class Asked(NamedTuple):
 class Engine:
     """A compiled round for one model, one way of training and one shape of the data."""
 
-    def __init__(self, model: Model, training: LocalTraining, server: ServerOptimizer, shape: Shape):
+    def __init__(self, model: Model, training: LocalTraining, server: Optimizer, shape: Shape):
         self.model, self.training, self.server, self.shape = model, training, server, shape
         self.run_V = np.array(shape.run_V, int)
         self.mesh = Mesh(np.array(jax.devices()), (AXIS,))

@@ -156,7 +156,9 @@ class PythonData(PythonFile, frozen=True, tag_field="name", tag="python"):
             type(made).__name__,
             "a Population",
         )
-        require(made.clients == self.clients, "data.clients", self.clients, f"{made.clients}, as {self.file} has")
+        require(
+            made.num_clients == self.clients, "data.clients", self.clients, f"{made.num_clients}, as {self.file} has"
+        )
         return hold_out(made, self.validation, seed)
 
 

@@ -25,7 +25,7 @@ from fedhdp.results.metrics import MetricRow
 from fedhdp.results.schema import GroupResult, Summary, VariantResult, account_groups, attach_metrics
 from fedhdp.results.store import RunDirectory
 from fedhdp.rng import os_entropy
-from fedhdp.simulation import Simulation, State, cohorts_of, global_training
+from fedhdp.simulation import Simulation, cohorts_of, global_training
 
 
 class Progress(NamedTuple):
@@ -123,7 +123,7 @@ def _run(experiment: Experiment, mechanism: Mechanism, folder: RunDirectory, wat
                         *experiment.trained(experiment.variants[batch[0]]),
                     )
                     where = (experiment.seed, experiment.noise_seed, parts[batch[0]].path)
-                    simulation = Simulation(population, model, *chosen, *where, cohorts=cohorts)
+                    simulation = Simulation(population, model, *chosen, *where, cohort_entropy=cohorts)
                     played = _play(_Batch(experiment, batch, simulation, folder, ledger), watch)
                     for index, result in zip(batch, played):
                         finished[index] = result
@@ -195,29 +195,28 @@ class _Batch:
         self.parts = [folder.variant(variant.name) for variant in self.variants]
         more = f" and {len(indices) - 1} more" if len(indices) > 1 else ""
         self.place = (self.variants[0].name + more, indices[0] + 1, len(experiment.variants))
-        self.scores: dict[str, np.ndarray] = {}  # each client's, as last evaluated
         self.begun = time.monotonic()
-        self.start = self._go_on()
+        self._go_on()
         self.billings = self._billings(folder.id, ledger)
         # Once the ledger has taken the run: how often rounds were shown is kept before it is forgotten that they were.
         if any(part.history() != history for part, history in zip(self.parts, self.histories)):
-            self.keep(self.start)
+            self.keep()
         for part, history in zip(self.parts, self.histories):
             part.restart_history(history)
 
-    def _go_on(self) -> State:
+    def _go_on(self) -> None:
         """Where it begins, or goes on, with its variants' histories up to there, and the seconds it has taken.
 
         And how many rounds were shown that are played again, with other noise: after a crash, those since the checkpoint.
         """
         checkpoint = self.parts[0].checkpoint()
-        state = self.simulation.start() if checkpoint is None else self.simulation.unpack(checkpoint)
         kept = checkpoint or {}
         self.seconds_before, self.again = float(kept.get("seconds", 0.0)), int(kept.get("again", 0))
+        if checkpoint is not None:
+            self.simulation.restore(checkpoint)
         shown = max((row.round for part in self.parts for row in part.history()), default=0)
-        self.again += max(0, shown - state.round)
-        self.histories = [part.history(until=state.round) for part in self.parts]
-        return state
+        self.again += max(0, shown - self.simulation.round)
+        self.histories = [part.history(until=self.simulation.round) for part in self.parts]
 
     def _billings(self, run_id: str, ledger: Ledger | None) -> list[RunBilling]:
         """The billing of each variant; a run is charged under the name of the first variant that shares it."""
@@ -230,7 +229,7 @@ class _Batch:
                 repeatable=self.experiment.noise_seed is not None,
                 on_exhausted=self.experiment.on_budget_exhausted,
                 delta_of=self.experiment.delta_of,
-                completed=self.start.round,
+                completed=self.simulation.round,
                 replayed_rounds=self.again,
                 population=self.experiment.population,
                 begin=number == 0,  # with a ledger all variants of a simulation are one run
@@ -243,15 +242,14 @@ class _Batch:
         """How long it has taken, in all sittings."""
         return self.seconds_before + time.monotonic() - self.begun
 
-    def keep(self, state: State) -> None:
+    def keep(self) -> None:
         """Remember where to go on."""
         beside = {"seconds": np.array(self.seconds), "again": np.array(self.again)}
-        self.parts[0].keep_checkpoint({**self.simulation.pack(state), **beside})
+        self.parts[0].keep_checkpoint({**self.simulation.state_arrays(), **beside})
 
-    def evaluate(self, state: State) -> None:
+    def evaluate(self) -> None:
         """Measure all variants."""
-        self.scores = self.simulation.client_scores(state)
-        for part, history, rows in zip(self.parts, self.histories, self.simulation.evaluate(state, self.scores)):
+        for part, history, rows in zip(self.parts, self.histories, self.simulation.evaluate()):
             part.append_history(rows)
             history += rows
 
@@ -261,27 +259,29 @@ class _Batch:
         prices = (partial(_epsilon_ranges, self.billings, round), self.billings[0].rounds_left)
         return Progress(*self.place, round, self.experiment.rounds, latest, *prices)
 
-    def finish(self, state: State, stopped: str | None) -> list[VariantResult]:
+    def finish(self, stopped: str | None) -> list[VariantResult]:
         """What its variants came to, kept with each of them."""
         seconds, repeatable = self.seconds / len(self.variants), self.experiment.noise_seed is not None
         found = []
         for one, billing, history in zip(self.variants, self.billings, self.histories, strict=True):
-            paid = _group_results(billing, state.round)
-            made = VariantResult(one.name, one.algorithm, state.round, seconds, repeatable, paid, stopped=stopped)
+            costs = _group_results(billing, self.simulation.round)
+            made = VariantResult(
+                one.name, one.algorithm, self.simulation.round, seconds, repeatable, costs, stopped=stopped
+            )
             found.append(attach_metrics(made, history))
-        scores = self.scores or self.simulation.client_scores(state)
+        scores = self.simulation.client_scores()
         for number in reversed(range(len(found))):
             own = {model: score_KV[:, number].astype(np.float32) for model, score_KV in scores.items()}
-            self.parts[number].finish(self.simulation.parameters(state, number), found[number], own)
+            self.parts[number].finish(self.simulation.named_parameters(number), found[number], own)
         return found
 
 
 def _play(batch: _Batch, watch: Watch) -> list[VariantResult]:
     """A batch round by round: paid for, played, evaluated, shown, kept."""
-    experiment, simulation, state = batch.experiment, batch.simulation, batch.start
+    experiment, simulation = batch.experiment, batch.simulation
     kept, pause, stopped = time.monotonic(), experiment.checkpoint_seconds, None
     watch(Progress(*batch.place, 0, experiment.rounds))
-    while state.round < experiment.rounds:
+    while simulation.round < experiment.rounds:
         try:
             mechanisms = batch.billings[0].charge_next(simulation.mechanisms)
         except BudgetExhausted as error:
@@ -289,23 +289,20 @@ def _play(batch: _Batch, watch: Watch) -> list[VariantResult]:
             break
         if mechanisms != list(simulation.mechanisms):
             simulation.set_mechanisms(mechanisms)
-        previous = state.done
-        state = simulation.run_round(state)
-        if previous is not None:
-            previous.block_until_ready()  # one round ahead at most: progress is what is done, not what is asked for
-        if state.round % experiment.evaluate_every == 0 or state.round == experiment.rounds:
-            batch.evaluate(state)
-        go_on = watch(batch.progress(state.round))
+        simulation.run_round()
+        if simulation.round % experiment.evaluate_every == 0 or simulation.round == experiment.rounds:
+            batch.evaluate()
+        go_on = watch(batch.progress(simulation.round))
         now = time.monotonic()
         if not go_on or now - kept >= pause:
-            batch.keep(state)
+            batch.keep()
             kept = time.monotonic()
             pause = max(experiment.checkpoint_seconds, 20 * (kept - now))  # a twentieth of the time at most
         if not go_on:
             raise Interrupted
-    if not batch.histories[0] or batch.histories[0][-1].round != state.round:  # it ended before its time
-        batch.evaluate(state)
-    return batch.finish(state, stopped)
+    if not batch.histories[0] or batch.histories[0][-1].round != simulation.round:  # it ended before its time
+        batch.evaluate()
+    return batch.finish(stopped)
 
 
 def _group_results(billing: RunBilling, rounds: int) -> list[GroupResult]:

@@ -1,200 +1,262 @@
-"""What a client keeps for itself: who it is, its personal model, what it was promised, and what it has spent.
+"""What a client keeps: its id, its personal models, what it was promised, and its privacy costs.
 
-    DIR/identity             a random name, made at the first start, by which a server knows the client again
-    DIR/personal-KIND.npz    the personal model, one for each kind of model (its arrays' names and shapes); it never leaves
-    DIR/promises.json        for each run, what the client's level was promised when it was first asked
-    DIR/client.ledger        every round of the runs that the client is in; `fedhdp ledger show` reads it
+    DIR/identity             a random id, made at the first start, by which a server recognizes the client
+    DIR/personal-KIND.npz    the personal model, one for each set of array names and shapes; it never leaves the client
+    DIR/promises.json        for each run, what the client's level was promised in its first query
+    DIR/client.ledger        the rounds of all runs that the client is in; `fedhdp ledger show` prints it
 
-Every file is written whole and moved into place. A client without a folder keeps the first and last nowhere and the
-others in Flower's memory of the run, which a restart of the SuperNode forgets.
+Files are replaced atomically. A client without a directory has no id and no ledger; its models and promises are in Flower's
+state of the run, which is lost when the SuperNode restarts.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import math
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import msgspec
 from flwr.app import ConfigRecord, RecordDict
 
-from fedhdp.flower.protocol import Arrays, Declined, Offer, Order, as_record, from_record, shapes
+from fedhdp.flower.protocol import (
+    Arrays,
+    DeclinedRound,
+    LevelOffer,
+    RoundRequest,
+    array_shapes,
+    from_record,
+    to_record,
+)
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import PrivacyCost, rounds_left, within_budget
 from fedhdp.privacy.ledger import Budget, BudgetError, Ledger
 from fedhdp.results.store import atomic_write, read_arrays, read_value, write_arrays, write_value
 
-ME = "this client"
-SPENT = "this client's budget is spent"
+SELF_GROUP = "this client"  # the client's only group in its own ledger
+BUDGET_EXHAUSTED = "this client's budget is exhausted"
 
 
 class Promise(msgspec.Struct):
-    """The least privacy that a client accepts in a run, what was on offer, and which rounds of it are counted."""
+    """The least privacy that a client accepts in a run, and the rounds of the run in its own ledger."""
 
     noise_multiplier: float
     sampling_rate: float
-    rounds: int = 0  # of the run that the client has paid for, and those before it came
-    levels: list[str] = []  # the strictest first
-    level: str = ""  # of them, the client's
-    seen: int = 0  # rounds of the run when it last trained, by the server's count or by its own if that is more
+    charged_rounds: int = 0  # in the client's ledger, and those before it joined
+    levels: list[str] = []  # on offer, the strictest first
+    level: str = ""  # the client's
+    last_round: int = 0  # in which it trained, by the server's count or by its own if that is more
 
-    def once(self, rounds: int = 1) -> PrivacyCost:
-        """What rounds cost the client, at most."""
+    def cost(self, rounds: int = 1) -> PrivacyCost:
+        """The most that rounds cost the client."""
         return PrivacyCost(self.noise_multiplier, self.sampling_rate, "poisson", rounds)
 
 
-class Memory:
-    """What a client without a folder keeps: in Flower's memory of the run."""
+class InMemoryState:
+    """The state of a client without a directory, in Flower's state of the run."""
 
     def __init__(self, state: RecordDict):
         self.state = state
 
-    def identity(self) -> str | None:
-        """None: the server knows the client by its node."""
+    def client_id(self) -> str | None:
+        """None: the server identifies the client by its node."""
         return None
 
-    def personal(self, like: Arrays) -> Arrays | None:
-        """The personal model of this kind, if there is one yet."""
+    def load_personal(self, like: Arrays) -> Arrays | None:
+        """The personal model with the names and shapes of ``like``, if there is one."""
         return from_record(self.state.array_records[_kind(like)]) if _kind(like) in self.state else None
 
-    def keep_personal(self, personal: Arrays) -> None:
+    def save_personal(self, personal: Arrays) -> None:
         """Keep the personal model."""
-        self.state[_kind(personal)] = as_record(personal)
+        self.state[_kind(personal)] = to_record(personal)
 
-    def promises(self) -> dict[str, Promise]:
-        """What was promised, by run."""
-        kept = self.state.config_records.get("promises") or ConfigRecord()
-        return {run: msgspec.json.decode(str(text), type=Promise) for run, text in kept.items()}
+    def load_promises(self) -> dict[str, Promise]:
+        """The promises by run."""
+        record = self.state.config_records.get("promises") or ConfigRecord()
+        return {run: msgspec.json.decode(str(text), type=Promise) for run, text in record.items()}
 
-    def keep_promises(self, promises: Mapping[str, Promise]) -> None:
-        """Keep what was promised."""
-        self.state["promises"] = ConfigRecord(
-            {run: msgspec.json.encode(said).decode() for run, said in promises.items()}
-        )
+    def save_promises(self, promises: Mapping[str, Promise]) -> None:
+        """Keep the promises."""
+        record = ConfigRecord()
+        for run, promise in promises.items():
+            record[run] = msgspec.json.encode(promise).decode()
+        self.state["promises"] = record
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nobody else reads or writes here meanwhile; Flower's memory is this run's alone."""
+    def locked(self) -> Iterator[None]:
+        """Exclude other processes; none share Flower's state of a run."""
         yield
 
-    def left(self, once: PrivacyCost, budget: Budget | None) -> float:
-        """How many such rounds the budget still allows."""
+    def rounds_left(self, cost: PrivacyCost, budget: Budget | None) -> float:
+        """How many rounds of this cost the client's budget allows: none, since it cannot be enforced."""
         return math.inf if budget is None else 0
 
-    def overspent(self, budget: Budget | None) -> bool:
-        """Whether more is counted than the budget allows, which may have been lowered since; here nothing is counted."""
+    def is_overspent(self, budget: Budget | None) -> bool:
+        """Whether the ledger exceeds the client's budget, which its owner may have lowered."""
         return False
 
-    def charge(self, run: str, spent: PrivacyCost, budget: Budget | None) -> None:
-        """Nothing is counted; so no budget can be kept."""
+    def charge(self, run: str, cost: PrivacyCost, budget: Budget | None) -> None:
+        """Decline if there is a budget, which cannot be enforced; costs are not recorded.
+
+        Raises:
+            DeclinedRound: If there is a budget.
+        """
         if budget is not None:
-            raise Declined("a budget needs a directory to count in")
+            raise DeclinedRound("a budget needs a directory for the client's ledger")
 
 
-class Folder(Memory):
-    """What a client with a folder keeps there."""
+class ClientStateDir(InMemoryState):
+    """The state of a client in its directory.
+
+    Args:
+        path: The directory; it is made if needed, readable by its owner alone.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def identity(self) -> str | None:
-        """The client's random name."""
+    def client_id(self) -> str | None:
+        """The client's random id; call it while the directory is locked."""
         path = self.path / "identity"
         if not path.exists():
             atomic_write(path, secrets.token_hex(16).encode())
         return path.read_text(encoding="utf-8")
 
-    def personal(self, like: Arrays) -> Arrays | None:
-        """The personal model of this kind, if there is one yet."""
+    def load_personal(self, like: Arrays) -> Arrays | None:
+        """The personal model with the names and shapes of ``like``, if there is one."""
         path = self.path / f"{_kind(like)}.npz"
         return read_arrays(path) if path.exists() else None
 
-    def keep_personal(self, personal: Arrays) -> None:
-        """Keep the personal model, whole or not at all."""
-        with self.alone():
+    def save_personal(self, personal: Arrays) -> None:
+        """Keep the personal model, atomically."""
+        with self.locked():
             write_arrays(self.path / f"{_kind(personal)}.npz", personal)
 
-    def promises(self) -> dict[str, Promise]:
-        """What was promised, by run."""
+    def load_promises(self) -> dict[str, Promise]:
+        """The promises by run."""
         path = self.path / "promises.json"
         return read_value(path, dict[str, Promise]) if path.exists() else {}
 
-    def keep_promises(self, promises: Mapping[str, Promise]) -> None:
-        """Keep what was promised."""
+    def save_promises(self, promises: Mapping[str, Promise]) -> None:
+        """Keep the promises, atomically."""
         write_value(self.path / "promises.json", promises)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nobody else reads or writes here meanwhile: a SuperNode may serve several runs at once."""
-        with open(self.path / ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    def locked(self) -> Iterator[None]:
+        """Exclude other processes: a SuperNode may serve several runs at once."""
+        with open(self.path / ".lock", "w") as file:
+            _lock(file)
             yield
 
-    def left(self, once: PrivacyCost, budget: Budget | None) -> float:
-        """How many such rounds every budget that was ever wanted still allows."""
-        with Ledger(self.path / "client.ledger") as ledger:
-            known = ledger.budget(ME) if ME in ledger.groups() else None
-            budgets = [one for one in (budget, known) if one is not None]
-            return min((rounds_left(ledger.costs(ME), once, one) for one in budgets), default=math.inf)
+    def rounds_left(self, cost: PrivacyCost, budget: Budget | None) -> float:
+        """How many rounds of this cost the client's budget allows, and every budget that it had before."""
+        with self._ledger() as ledger:
+            budgets = [limit for limit in (budget, _recorded_budget(ledger)) if limit is not None]
+            costs = ledger.costs(SELF_GROUP)
+            return min((rounds_left(costs, cost, limit) for limit in budgets), default=math.inf)
 
-    def overspent(self, budget: Budget | None) -> bool:
-        """Whether more is counted than any budget allows that was ever wanted."""
-        with Ledger(self.path / "client.ledger") as ledger:
+    def is_overspent(self, budget: Budget | None) -> bool:
+        """Whether the ledger exceeds the client's budget, or one that it had before."""
+        with self._ledger() as ledger:
             if budget is not None:
-                ledger.lower_budget(ME, budget)
-            known = ledger.budget(ME) if ME in ledger.groups() else None
-            return known is not None and not within_budget(ledger.costs(ME), known)
+                ledger.lower_budget(SELF_GROUP, budget)
+            recorded = _recorded_budget(ledger)
+            return recorded is not None and not within_budget(ledger.costs(SELF_GROUP), recorded)
 
-    def charge(self, run: str, spent: PrivacyCost, budget: Budget | None) -> None:
-        """Count rounds in the client's own ledger before anything is sent, or decline where its budget is spent."""
-        name = f"{run} z={spent.noise_multiplier!r} q={spent.sampling_rate!r}"
-        alone = Mechanism((PrivacyGroup(ME, 1, spent.noise_multiplier, spent.sampling_rate),), clip=1.0)
-        with Ledger(self.path / "client.ledger") as ledger:
-            ledger.begin(name, alone)
+    def charge(self, run: str, cost: PrivacyCost, budget: Budget | None) -> None:
+        """Charge rounds in the client's own ledger; to be called before the client sends anything.
+
+        Raises:
+            DeclinedRound: If a budget does not allow the rounds.
+        """
+        name = f"{run} z={cost.noise_multiplier!r} q={cost.sampling_rate!r}"
+        group = PrivacyGroup(SELF_GROUP, 1, cost.noise_multiplier, cost.sampling_rate)
+        with self._ledger() as ledger:
+            ledger.begin(name, Mechanism((group,), clip=1.0))
             if budget is not None:
-                ledger.lower_budget(ME, budget)  # all that were ever wanted hold
+                ledger.lower_budget(SELF_GROUP, budget)
             try:
-                ledger.charge(name, {ME: spent})
+                ledger.charge(name, {SELF_GROUP: cost})
             except BudgetError as error:
-                raise Declined(SPENT) from error
+                raise DeclinedRound(BUDGET_EXHAUSTED) from error
+
+    def _ledger(self) -> Ledger:
+        return Ledger(self.path / "client.ledger")
 
 
-def _kind(model: Arrays) -> str:
-    """The name under which a personal model is kept, so that one directory, and one budget, serves several models."""
-    said = msgspec.json.encode(sorted(shapes(model).items()))
-    return f"personal-{hashlib.sha256(said).hexdigest()[:8]}"
+def make_promise(offer: LevelOffer, level: str | None) -> Promise:
+    """What a level is promised; a client that chooses none, or one that is not on offer, is promised the strictest.
+
+    Args:
+        offer: The server's offer.
+        level: The level that the client's owner chose.
+    """
+    index, charged = _level_index(offer.levels, level), offer.charged_rounds
+    noise_multiplier, sampling_rate = offer.noise_multipliers[index], offer.sampling_rates[index]
+    return Promise(noise_multiplier, sampling_rate, charged, offer.levels, offer.levels[index], charged)
 
 
-def promised(offer: Offer, level: str | None) -> Promise:
-    """What the client's level is promised; who does not say is promised what the strictest level is."""
-    place, charged = _place(offer.level, level), offer.charged
-    what = (offer.noise_multiplier[place], offer.sampling_rate[place])
-    return Promise(*what, charged, offer.level, offer.level[place], charged)
+def check_request(request: RoundRequest, promises: Mapping[str, Promise], level: str | None) -> Promise:
+    """Compare a request with the promise of its run.
 
+    Args:
+        request: The server's request.
+        promises: All promises by run.
+        level: The level that the client's owner wants; it may be stricter than the promise's.
 
-def check(order: Order, promises: Mapping[str, Promise], level: str | None) -> Promise:
-    """Decline a round that gives less privacy than was promised, or than the owner wants by now; else say what holds."""
-    promise = promises.get(order.run)
+    Returns:
+        The promise of the request's run.
+
+    Raises:
+        DeclinedRound: If the round gives less privacy than was promised, or than the owner wants.
+    """
+    promise = promises.get(request.run)
     if promise is None:
-        raise Declined("was not asked in this run, so nothing is promised")
-    noise_before = any(one.noise_multiplier > 0 for one in promises.values() if one.level == promise.level)
-    if promise.level and promise.noise_multiplier == 0 and noise_before:
-        raise Declined(f"{promise.level} has no noise now, and had some in another run")
-    noisy = order.noise_multiplier >= promise.noise_multiplier * (1 - 1e-9)  # not where one is no number
-    if not (noisy and order.sampling_rate <= promise.sampling_rate):
-        raise Declined("less privacy than was promised")
-    if order.sampling_rate <= 0:
-        raise Declined("is never drawn at a rate of 0")  # and would count nothing for it
-    if promise.levels and order.level not in promise.levels[: _place(promise.levels, level) + 1]:
-        raise Declined(f"wants {level or 'the strictest level'} by now, not {order.level}")
+        raise DeclinedRound("got no query in this run, so nothing is promised")
+    had_noise = any(other.noise_multiplier > 0 for other in promises.values() if other.level == promise.level)
+    if promise.level and promise.noise_multiplier == 0 and had_noise:
+        raise DeclinedRound(f"level {promise.level} has no noise in this run, but had some in another")
+    has_noise = request.noise_multiplier >= promise.noise_multiplier * (1 - 1e-9)  # False for NaN
+    if not (has_noise and request.sampling_rate <= promise.sampling_rate):
+        raise DeclinedRound("less privacy than was promised")
+    if request.sampling_rate <= 0:
+        raise DeclinedRound("the sampling rate is 0")  # the round would be charged as free
+    accepted_levels = promise.levels[: _level_index(promise.levels, level) + 1]
+    if promise.levels and request.level not in accepted_levels:
+        raise DeclinedRound(f"wants {level or 'the strictest level'}, not {request.level}")
     return promise
 
 
-def _place(levels: list[str], level: str | None) -> int:
-    """Where a level stands, the strictest first; who does not say, or asks for what is not on offer, gets that."""
+def _level_index(levels: list[str], level: str | None) -> int:
+    """A level's index among levels from the strictest on; the strictest for None and for levels not on offer."""
     return levels.index(level) if level in levels else 0
+
+
+def _kind(model: Arrays) -> str:
+    """The name of a personal model's file: one directory, and one budget, serves models of different shapes."""
+    shapes = msgspec.json.encode(sorted(array_shapes(model).items()))
+    return f"personal-{hashlib.sha256(shapes).hexdigest()[:8]}"
+
+
+def _recorded_budget(ledger: Ledger) -> Budget | None:
+    return ledger.budget(SELF_GROUP) if SELF_GROUP in ledger.groups() else None
+
+
+def _lock(file: IO[str]) -> None:
+    """Wait for the exclusive lock on a file; closing the file releases it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        import msvcrt
+
+        while True:
+            try:
+                return msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+            except OSError:
+                time.sleep(0.05)
+    fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,8 +1,8 @@
-"""A deployment as a value: the privacy levels on offer, how rounds are run, where things are kept.
+"""A deployment as a value: the privacy levels on offer, how rounds are run, and where results and costs are kept.
 
-It is an experiment's sibling: there, groups have their clients from the start; here a group's size is known once its
-clients have said which level they chose. It is read from a Flower app's ``run_config``, whose keys are paths:
-``levels.strict.epsilon = 1.0`` is the epsilon of the level named strict.
+It corresponds to an experiment. There, groups have their clients from the start; here, a group's size is known once its
+clients have enrolled. It is read from a Flower app's ``run_config``, whose keys are dotted paths:
+``levels.strict.epsilon = 1.0`` is the epsilon of the level ``strict``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 import tomli_w
 
 from fedhdp.client import LocalTraining
-from fedhdp.errors import require
+from fedhdp.errors import ConfigError, require
 from fedhdp.experiments.config import format_validation_error, without_none
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, PrivacyGroup
 from fedhdp.privacy.budget import OnBudgetExhausted
@@ -28,10 +28,34 @@ from fedhdp.server import ServerOptimizer
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """All that a server needs to know beside the model."""
+    """Everything that a deployment's server needs besides the model.
 
-    out: str  # the folder of the run; where there is one, the run goes on
-    ledger: str  # the file in which this population's choices and spending are kept, over all runs
+    Args:
+        out: The run directory. An unfinished run in it is resumed.
+        ledger: The file that holds the population's levels and privacy costs, over all runs.
+        rounds: The number of rounds.
+        levels: The privacy levels on offer, by name.
+        clip: A fixed clip, or one that follows a quantile of the update norms.
+        noise: As in ``Mechanism``.
+        name: The heading of the table of results.
+        training: The local training of clients that use ``jax_trainer``.
+        server: The server's optimizer.
+        seed: The seed of the initial model.
+        cohort_seed: The seed of the cohorts, for tests only: with a seed nothing is private. None: the operating system's
+            entropy.
+        noise_seed: The same for the noise.
+        delta: The delta of every level that has none of its own.
+        budgets: The lifetime budgets of levels, over all runs of the ledger.
+        on_budget_exhausted: Whether the run stops, or goes on without the group.
+        evaluate_every: Rounds between evaluations on the clients, which also follow the last round; 0: never.
+        server_evaluate_every: Rounds between evaluations on the server's test set; 0: as ``evaluate_every``.
+        min_available_clients: How many clients must have enrolled before the first round.
+        enroll_timeout_seconds: How long a client may take to answer the offer.
+        reply_timeout_seconds: How long a client may take for a round; later replies do not count.
+    """
+
+    out: str
+    ledger: str
     rounds: int
     levels: dict[str, PrivacyLevel]
     clip: float | AdaptiveClip
@@ -39,139 +63,164 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     name: str = "deployment"
     training: LocalTraining = LocalTraining()
     server: ServerOptimizer = ServerOptimizer()
-    seed: int = 0  # of the initial model
-    cohort_seed: int | None = None  # None: the operating system's entropy; a number is for tests alone
-    noise_seed: int | None = (
-        None  # None: the operating system's entropy; a number makes the run repeatable, not private
-    )
+    seed: int = 0
+    cohort_seed: int | None = None
+    noise_seed: int | None = None
     delta: float = 1e-4
     budgets: dict[str, Budget] = {}
     on_budget_exhausted: OnBudgetExhausted = "stop"
-    evaluate_every: int = 0  # ask clients how good models are, every so many rounds and at the end; 0: never
-    score_every: int = 0  # look at the server's own test set, every so many rounds and at the end; 0: as evaluate_every
-    least_clients: int = 1  # how many must have registered before the first round
-    gather_seconds: float = 60.0  # how long a client may take to say which level it chose
-    reply_seconds: float = 600.0  # how long a client may take for a round; later is absent
+    evaluate_every: int = 0
+    server_evaluate_every: int = 0
+    min_available_clients: int = 1
+    enroll_timeout_seconds: float = 60.0
+    reply_timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        require(self.out != "", "out", self.out, "a folder")
+        require(self.out != "", "out", self.out, "a directory")
         require(self.ledger != "", "ledger", self.ledger, "a file")
         require(self.rounds >= 1, "rounds", self.rounds, "at least 1")
         require(len(self.levels) >= 1, "levels", self.levels, "at least one level")
         require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
-        require(self.least_clients >= 1, "least_clients", self.least_clients, "at least 1")
-        require(self.evaluate_every >= 0, "evaluate_every", self.evaluate_every, "at least 0")
-        require(self.score_every >= 0, "score_every", self.score_every, "at least 0")
-        for field in ("gather_seconds", "reply_seconds"):
+        require(self.min_available_clients >= 1, "min_available_clients", self.min_available_clients, "at least 1")
+        for field in ("evaluate_every", "server_evaluate_every"):
+            require(getattr(self, field) >= 0, field, getattr(self, field), "at least 0")
+        for field in ("enroll_timeout_seconds", "reply_timeout_seconds"):
             require(0 < getattr(self, field) < math.inf, field, getattr(self, field), "finite and above 0")
         for name in self.budgets:
             require(name in self.levels, "budgets", name, f"of levels on offer ({', '.join(self.levels)})")
         self.training.check(self._mechanism_config(dict.fromkeys(self.levels, 1)).uncalibrated())
 
+    @classmethod
+    def from_run_config(cls, run_config: Mapping[str, Any]) -> Deployment:
+        """Read a deployment from a Flower app's ``context.run_config``.
+
+        Args:
+            run_config: Values by dotted keys; those that start with ``app.`` belong to the app and are skipped.
+
+        Raises:
+            ConfigError: If a key is unknown, or its value has the wrong type or range.
+        """
+        fields: dict[str, Any] = {}
+        for key, value in run_config.items():
+            if not key.startswith("app."):
+                _insert(fields, key, value)
+        try:
+            return msgspec.convert(fields, Deployment)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"run_config: {format_validation_error(str(error), fields)}") from error
+
+    @classmethod
+    def from_app(cls, path: Path, **changes: Any) -> Deployment:
+        """Read a deployment from the configuration of a Flower app.
+
+        Args:
+            path: The app's directory, or its pyproject.toml.
+            **changes: Values that replace the app's, as with ``flwr run --run-config``.
+
+        Raises:
+            ConfigError: If the file cannot be read or is not a Flower app's.
+        """
+        file = path / "pyproject.toml" if path.is_dir() else path
+        try:
+            config = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{file} is not TOML: {error}") from error
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"{file} is not a configured Flower app: it has no [tool.flwr.app.config]") from error
+        return cls.from_run_config(dict(_flat(config)) | changes)
+
+    @classmethod
+    def from_toml(cls, text: str) -> Deployment:
+        """Read what ``to_toml`` wrote."""
+        return msgspec.convert(tomllib.loads(text), Deployment)
+
+    def to_toml(self) -> bytes:
+        """All fields as TOML."""
+        return tomli_w.dumps(without_none(msgspec.to_builtins(self))).encode()
+
+    def mechanism(self, clients: Mapping[str, int]) -> Mechanism:
+        """The mechanism for these numbers of clients by level; a level without clients has no group."""
+        return self._mechanism_config(clients).build(self.rounds, self.delta)
+
     def _mechanism_config(self, clients: Mapping[str, int]) -> MechanismConfig:
         groups = tuple(
-            GroupConfig(name, clients[name], **msgspec.structs.asdict(level))
+            GroupConfig(name=name, clients=clients[name], **msgspec.structs.asdict(level))
             for name, level in self.levels.items()
             if clients.get(name)
         )
         return MechanismConfig(groups, self.clip, self.noise, "poisson")
 
-    def mechanism(self, clients: Mapping[str, int]) -> Mechanism:
-        """The mechanism for this many clients of each level; a level that nobody chose is not in it."""
-        return self._mechanism_config(clients).build(self.rounds, self.delta)
-
     def delta_of(self, level: str) -> float:
-        """The delta at which a level's epsilon is told."""
+        """The delta at which a level's epsilon is computed."""
         return self.levels[level].delta or self.delta
 
     @cached_property
-    def strictness(self) -> tuple[str, ...]:
-        """The levels from the strictest to the loosest, by the epsilon that each is promised."""
+    def levels_by_strictness(self) -> tuple[str, ...]:
+        """The names of the levels from the strictest to the loosest, by the epsilon of all rounds."""
         from fedhdp.privacy.accounting import gaussian_epsilon
 
-        groups = self.mechanism(dict.fromkeys(self.levels, 1)).groups
-
-        def price(group: PrivacyGroup) -> tuple[float, float]:
+        def strictness(group: PrivacyGroup) -> tuple[float, float]:
             epsilon = gaussian_epsilon(group.noise_multiplier, group.sampling_rate, self.rounds, self.delta)
             return epsilon, -group.noise_multiplier
 
-        return tuple(group.name for group in sorted(groups, key=price))
+        groups = self.mechanism(dict.fromkeys(self.levels, 1)).groups
+        return tuple(group.name for group in sorted(groups, key=strictness))
 
-    def differs(self, begun: Deployment) -> list[str]:
-        """What keeps a run that was begun so from going on like this; how long is waited, say, may change."""
-        free = {"out", "name", "evaluate_every", "score_every", "least_clients", "gather_seconds", "reply_seconds"}
-        one, other = (msgspec.structs.asdict(value) for value in (self, begun))
-        one["ledger"], other["ledger"] = (Path(value.ledger).resolve() for value in (self, begun))
-        return [field for field, value in one.items() if field not in free and value != other[field]]
+    @property
+    def strictest_level(self) -> str:
+        """The level of clients that choose none: private by default."""
+        return self.levels_by_strictness[0]
+
+    def is_stricter(self, level: str, than: str) -> bool:
+        """Whether one level is stricter than another."""
+        return self.levels_by_strictness.index(level) < self.levels_by_strictness.index(than)
+
+    def changed_fields(self, previous: Deployment) -> list[str]:
+        """The fields that differ from a run's own deployment and must not: the run cannot be resumed with them.
+
+        Args:
+            previous: The deployment that the run started with. Timeouts and the frequency of evaluation may differ.
+        """
+        values, previous_values = (msgspec.structs.asdict(deployment) for deployment in (self, previous))
+        values["ledger"], previous_values["ledger"] = Path(self.ledger).resolve(), Path(previous.ledger).resolve()
+        return [field for field in values if field not in _MAY_CHANGE and values[field] != previous_values[field]]
 
     @property
     def repeatable(self) -> bool:
         """Whether noise or cohorts come from a seed, so that nothing is private."""
         return self.noise_seed is not None or self.cohort_seed is not None
 
-    def told(self, group: PrivacyGroup) -> float:
-        """The noise that clients of a group are told of: with noise or cohorts from a seed, none that protects them."""
+    def advertised_noise(self, group: PrivacyGroup) -> float:
+        """The noise multiplier that a group's clients are promised: 0 in a repeatable run, which protects nobody."""
         return 0.0 if self.repeatable else group.noise_multiplier
 
-    @property
-    def strictest(self) -> str:
-        """The level of clients who do not say: private by default."""
-        return self.strictness[0]
 
-    def stricter(self, level: str, than: str) -> bool:
-        """Whether one level is stricter than another."""
-        return self.strictness.index(level) < self.strictness.index(than)
+_MAY_CHANGE = {"out", "name", "evaluate_every", "server_evaluate_every"} | {
+    "min_available_clients",
+    "enroll_timeout_seconds",
+    "reply_timeout_seconds",
+}
 
 
-def from_run_config(run_config: Mapping[str, Any]) -> Deployment:
-    """Read a deployment from flat keys; ``app.`` keys are the app's own, and what is wrong is said in one line."""
-    nested: dict[str, Any] = {}
-    for key, value in run_config.items():
-        *tables, last = key.split(".")
-        if tables[:1] == ["app"]:
-            continue
-        place = nested
-        for table in tables:
-            place = place.setdefault(table, {})
-            if not isinstance(place, dict):
-                raise ValueError(f"run_config: {table} is a value, so {key} cannot be beside it")
-        if isinstance(place.get(last.replace("-", "_")), dict):
-            raise ValueError(f"run_config: there are keys beneath {key}, so it cannot be a value")
-        place[last.replace("-", "_")] = value
-    try:
-        return msgspec.convert(nested, Deployment)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"run_config: {format_validation_error(str(error), nested)}") from error
+def _insert(fields: dict[str, Any], key: str, value: Any) -> None:
+    """Put the value of a dotted key into nested tables; hyphens in the last part become underscores."""
+    *tables, last = key.split(".")
+    for table in tables:
+        fields = fields.setdefault(table, {})
+        if not isinstance(fields, dict):
+            raise ConfigError(f"run_config: {table} is a value, so {key} cannot be set too", field=key, value=value)
+    last = last.replace("-", "_")
+    if isinstance(fields.get(last), dict):
+        raise ConfigError(f"run_config: {key} has keys beneath it, so it cannot be a value", field=key, value=value)
+    fields[last] = value
 
 
-def from_app(path: Path, **changed: Any) -> Deployment:
-    """Read a deployment from a Flower app, its folder or its pyproject.toml, with the changes of ``--run-config``."""
-    file = path / "pyproject.toml" if path.is_dir() else path
-    try:
-        app = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{file} is no TOML: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no Flower app with a configuration: it has no [tool.flwr.app.config]") from error
-    return from_run_config(dict(_flat(app)) | changed)
-
-
-def _flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """A table's values by their paths, which is how Flower hands them on."""
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """A nested table's values by dotted keys, as Flower passes them on."""
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{path}{key}.")
+            yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield path + key, value
-
-
-def from_toml(text: str) -> Deployment:
-    """Read back what was written."""
-    return msgspec.convert(tomllib.loads(text), Deployment)
-
-
-def to_toml(deployment: Deployment) -> bytes:
-    """Write a deployment, whole."""
-    return tomli_w.dumps(without_none(msgspec.to_builtins(deployment))).encode()
+            yield prefix + key, value

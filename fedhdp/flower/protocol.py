@@ -1,12 +1,14 @@
-"""What is said between server and client, and how the server reads it: nothing in a reply is taken on trust.
+"""The messages between server and clients: their records, their validation, and how replies are matched to clients.
 
-    query      → the levels on ``Offer``              ← which level, who it is, and whether its own budget is spent
-    train      → the global model and its ``Order``   ← the update; how good both models are, if asked
-    evaluate   → the global model and its ``Order``   ← how good both models are
+    message    the server sends                  the client replies
+    ────────   ───────────────────────────────   ─────────────────────────────────────────────────────────────
+    query      ``LevelOffer``                    ``Enrollment``: its level, its id, whether its own budget is exhausted
+    train      global model, ``RoundRequest``    the update; the scores of both models, if requested
+    evaluate   global model, ``RoundRequest``    the scores of both models
 
-A model is a dictionary of named arrays of single-precision floats; the server knows the names and shapes, and every
-reply must have exactly these. An ``Order`` carries a token that is drawn for one client and one round, and a reply
-must bring it back, so that an old reply is not taken for a new one.
+A model is a dictionary of named float32 arrays. The server knows the names and shapes, and an update must match them
+exactly. Every ``RoundRequest`` carries a random token for one client and one round. The reply must repeat the token, so
+that a replayed reply is refused. The server trusts nothing in a reply.
 
 Axis letters: P parameters.
 """
@@ -16,8 +18,10 @@ from __future__ import annotations
 import io
 import itertools
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,207 +30,309 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, Met
 from fedhdp.errors import require
 from fedhdp.mechanism import MAX_VALUE
 
+if TYPE_CHECKING:
+    from flwr.serverapp import Grid
+
 Arrays = dict[str, np.ndarray]
-MODELS = ("global", "personal")
-HEADER = 1024  # bytes that an array may take beside its numbers
+SCORED_MODELS = ("global", "personal")
+MAX_HEADER_BYTES = 1024  # of an array's message, beside its numbers
+CLIENT_ID = re.compile(r"[0-9A-Za-z]{1,64}")
+POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 1.0  # Flower's own send_and_receive waits 3 seconds between two polls
 
 
-class Order(msgspec.Struct, frozen=True):
-    """What a client is asked to do, and what it is promised for it."""
+class RoundRequest(msgspec.Struct, frozen=True):
+    """What a client is requested to do in a round, and what the round promises it."""
 
     token: str
     run: str
-    round: int  # rounds completed before this one
-    charged: int  # rounds of the run that are paid for, this one and those that a crash cut short included
+    round: int  # completed before this one
+    charged_rounds: int  # of the run, this one and those that a crash cut short included
     level: str
-    noise_multiplier: float  # what the client's group was promised; others' choices may give it more, which is not told
+    noise_multiplier: float  # promised to the client's level; other levels may give it more, which stays hidden
     sampling_rate: float
     pull: float
     evaluate: bool = False
 
 
-class Offer(msgspec.Struct, frozen=True):
-    """The levels that a run offers, the strictest first, and what each is promised."""
+class LevelOffer(msgspec.Struct, frozen=True):
+    """The privacy levels of a run, the strictest first, and what each promises."""
 
     run: str
-    charged: int  # rounds of the run that are paid for, none of them by who is new
-    level: list[str]
-    noise_multiplier: list[float]
-    sampling_rate: list[float]
-    rounds: int = 0  # that the run is to have
+    charged_rounds: int  # of the run; a new client took part in none of them
+    levels: list[str]
+    noise_multipliers: list[float]
+    sampling_rates: list[float]
+    total_rounds: int = 0
 
     def __post_init__(self) -> None:
-        levels = list(zip(self.level, self.noise_multiplier, self.sampling_rate))
-        whole = len(self.level) == len(self.noise_multiplier) == len(self.sampling_rate) == len(set(self.level)) > 0
-        require(whole, "levels on offer", self.level, "names that differ, each with a noise multiplier and a rate")
-        for name, noise, rate in levels:
-            require(0 <= noise <= MAX_VALUE, f"noise multiplier of {name!r}", noise, f"from 0 to {MAX_VALUE:g}")
-            require(0 <= rate <= 1, f"sampling rate of {name!r}", rate, "from 0 to 1")
-        for (name, noise, rate), (other, more, rarer) in itertools.combinations(levels, 2):
-            rule = f"listed before {name!r}, which has less noise: the strictest comes first"
-            require(not (more > noise and rarer <= rate), "level", other, rule)
+        count = len(set(self.levels))
+        is_complete = count == len(self.levels) == len(self.noise_multipliers) == len(self.sampling_rates) > 0
+        rule = "distinct names, each with a noise multiplier and a sampling rate"
+        require(is_complete, "levels", self.levels, rule)
+        levels = list(zip(self.levels, self.noise_multipliers, self.sampling_rates, strict=True))
+        for _, noise, rate in levels:
+            require(0 <= noise <= MAX_VALUE, "noise_multipliers", noise, f"from 0 to {MAX_VALUE:g}")
+            require(0 <= rate <= 1, "sampling_rates", rate, "from 0 to 1")
+        for (name, noise, rate), (later, later_noise, later_rate) in itertools.combinations(levels, 2):
+            is_stricter = later_noise > noise and later_rate <= rate
+            require(not is_stricter, "levels", later, f"listed before {name!r}: the strictest level comes first")
 
 
-class Choice(NamedTuple):
-    """What a client says before training: its level, an identity that outlives its connection, whether it is spent."""
+class Enrollment(NamedTuple):
+    """A client's answer to a ``LevelOffer``; None stands for what it does not say."""
 
     level: str | None
-    client: str | None
-    spent: bool = False  # its own budget allows no further round
+    client_id: str | None  # outlives the client's connection
+    budget_exhausted: bool = False  # its own budget allows no further round
 
 
-class Refused(ValueError):
-    """A reply that does not count, and the kind of thing that is wrong with it."""
+class RefusedReply(Exception):
+    """A reply that does not count.
 
-    def __init__(self, kind: str, why: str = "") -> None:
-        super().__init__(f"{kind}: {why}" if why else kind)
+    Args:
+        kind: The kind of defect, under which it is counted: malformed, replayed, wrong shape, wrong dtype, not finite.
+        detail: What exactly is wrong.
+    """
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(f"{kind}: {detail}" if detail else kind)
         self.kind = kind
 
 
-class Declined(Exception):
-    """A client that does not want to take part in a round; it counts as absent."""
+class DeclinedRound(Exception):
+    """A client declines to take part in a round; it counts as absent."""
 
 
-class Reply(NamedTuple):
-    """A reply that was found in order; the update is one row, in the order of the model's arrays."""
+class ClientReply(NamedTuple):
+    """A valid reply; the update is one row, in the order of the model's arrays."""
 
     update_P: np.ndarray | None
     scores: dict[str, float]
 
 
-def flat(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """A model as one row."""
+def flatten(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """A model as one row of float32."""
     return np.concatenate([np.ravel(array) for array in arrays.values()]).astype(np.float32, copy=False)
 
 
-def unflat(row_P: np.ndarray, like: Mapping[str, np.ndarray]) -> Arrays:
-    """A row as a model of these names and shapes."""
+def unflatten(row_P: np.ndarray, like: Mapping[str, np.ndarray]) -> Arrays:
+    """A row as a model with the names and shapes of ``like``."""
     ends = np.cumsum([array.size for array in like.values()])
     parts = np.split(np.asarray(row_P, np.float32), ends[:-1])
-    return {name: part.reshape(array.shape) for (name, array), part in zip(like.items(), parts)}
+    return {name: part.reshape(array.shape) for (name, array), part in zip(like.items(), parts, strict=True)}
 
 
-def shapes(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
-    """What kind of model it is: the names of its arrays and their shapes."""
+def array_shapes(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
+    """The names of a model's arrays and their shapes."""
     return {name: array.shape for name, array in arrays.items()}
 
 
-def as_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
-    """A model as Flower carries it."""
+def to_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
+    """A model as Flower's record."""
     return ArrayRecord({name: Array(np.asarray(array, np.float32)) for name, array in arrays.items()})
 
 
 def from_record(record: ArrayRecord) -> Arrays:
-    """A model as it came from the server."""
+    """A model from Flower's record."""
     return {name: array.numpy() for name, array in record.items()}
 
 
-def ask_choice(node: int, offer: Offer, ttl: float) -> Message:
-    """The question that comes before training."""
-    return Message(RecordDict({"offer": ConfigRecord(msgspec.to_builtins(offer))}), node, MessageType.QUERY, ttl=ttl)
+def offer_message(node: int, offer: LevelOffer, ttl: float) -> Message:
+    """The query that enrolls a client; ``ttl`` is its time to live in seconds."""
+    return Message(RecordDict({"offer": _to_config(offer)}), node, MessageType.QUERY, ttl=ttl)
 
 
-def read_offer(message: Message) -> Offer:
-    """What a client can choose from."""
-    return msgspec.convert(dict(message.content.config_records["offer"]), Offer)
+def parse_offer(message: Message) -> LevelOffer:
+    """The offer in a query.
+
+    Raises:
+        InvalidValueError: If the levels are not complete or not listed from the strictest on.
+    """
+    return msgspec.convert(dict(message.content.config_records["offer"]), LevelOffer)
 
 
-def tell_choice(message: Message, choice: Choice) -> Message:
-    """A client's answer; what it does not say is left out."""
-    said = {key: value for key, value in choice._asdict().items() if value is not None}
-    return Message(RecordDict({"choice": ConfigRecord(said)}), reply_to=message)
+def enrollment_message(query: Message, enrollment: Enrollment) -> Message:
+    """A client's reply to a query; fields that are None are left out."""
+    fields = {key: value for key, value in enrollment._asdict().items() if value is not None}
+    return Message(RecordDict({"enrollment": ConfigRecord(fields)}), reply_to=query)
 
 
-def read_choice(message: Message | None) -> Choice:
-    """What a client said; one that did not answer, or not in order, has said nothing."""
-    if message is None or not message.has_content() or not isinstance(message.content.get("choice"), ConfigRecord):
-        return Choice(None, None)
-    said = message.content.config_records["choice"]
-    level, client, spent = (said.get(key) for key in Choice._fields)
-    if not (isinstance(client, str) and len(client) <= 64 and client.isascii() and client.isalnum()):
-        client = None
-    return Choice(level if isinstance(level, str) else None, client, spent is True)
+def parse_enrollment(reply: Message) -> Enrollment:
+    """The enrollment in a reply; fields that are missing or malformed become None."""
+    if not reply.has_content() or not isinstance(reply.content.get("enrollment"), ConfigRecord):
+        return Enrollment(None, None)
+    record = reply.content.config_records["enrollment"]
+    level, client_id, budget_exhausted = (record.get(field) for field in Enrollment._fields)
+    return Enrollment(
+        level if isinstance(level, str) else None,
+        client_id if isinstance(client_id, str) and CLIENT_ID.fullmatch(client_id) else None,
+        budget_exhausted is True,
+    )
 
 
-def order_message(kind: str, node: int, model: ArrayRecord, order: Order, ttl: float) -> Message:
-    """A message that asks a client to train or to evaluate."""
-    content = RecordDict({"global": model, "order": ConfigRecord(msgspec.to_builtins(order))})
-    return Message(content, node, kind, ttl=ttl, group_id=str(order.round))
+def request_message(kind: str, node: int, model: ArrayRecord, request: RoundRequest, ttl: float) -> Message:
+    """A message that requests training or evaluation.
+
+    Args:
+        kind: ``MessageType.TRAIN`` or ``MessageType.EVALUATE``.
+        node: The node that gets it.
+        model: The global model.
+        request: What to do, and what is promised.
+        ttl: Seconds after which a reply does not count.
+    """
+    content = RecordDict({"global": model, "request": _to_config(request)})
+    return Message(content, node, kind, ttl=ttl, group_id=str(request.round))
 
 
-def read_order(message: Message) -> tuple[Arrays, Order]:
-    """The global model and what is to be done with it."""
-    record = message.content.config_records["order"]
-    return from_record(message.content.array_records["global"]), msgspec.convert(dict(record), Order)
+def parse_request(message: Message) -> tuple[Arrays, RoundRequest]:
+    """The global model, and what to do with it."""
+    record = message.content.config_records["request"]
+    return from_record(message.content.array_records["global"]), msgspec.convert(dict(record), RoundRequest)
 
 
-def reply_message(message: Message, order: Order, update: Arrays | None, scores: Mapping[str, float]) -> Message:
-    """The update, the scores that were asked for, and nothing else."""
-    content: dict[str, Any] = {"order": ConfigRecord({"token": order.token})}
+def reply_message(
+    message: Message, request: RoundRequest, update: Arrays | None, scores: Mapping[str, float]
+) -> Message:
+    """A reply with the update and the requested scores."""
+    content: dict[str, Any] = {"request": ConfigRecord({"token": request.token})}
     if update is not None:
-        content["update"] = as_record(update)
+        content["update"] = to_record(update)
     if scores:
         content["scores"] = MetricRecord(dict(scores))
     return Message(RecordDict(content), reply_to=message)
 
 
-def decline_message(message: Message, order: Order, why: str) -> Message:
-    """A reply that says why there is no update."""
-    return Message(RecordDict({"order": ConfigRecord({"token": order.token, "declined": why})}), reply_to=message)
+def decline_message(message: Message, request: RoundRequest, reason: str) -> Message:
+    """A reply that declines the round."""
+    record = ConfigRecord({"token": request.token, "declined": reason})
+    return Message(RecordDict({"request": record}), reply_to=message)
 
 
-def read_reply(message: Message, order: Order, like: Mapping[str, np.ndarray], training: bool) -> Reply:
-    """What a client replied, or why it does not count."""
+def parse_reply(
+    message: Message, request: RoundRequest, like: Mapping[str, np.ndarray], is_training: bool
+) -> ClientReply:
+    """Validate a client's reply.
+
+    Args:
+        message: The reply.
+        request: The request that it answers.
+        like: A model with the names and shapes that the update must have.
+        is_training: Whether an update was requested.
+
+    Raises:
+        RefusedReply: If anything but the requested records is there, or anything in them is invalid.
+        DeclinedRound: If the client declines.
+    """
     try:
-        content, echo = message.content, message.content.config_records["order"]
-        if echo.get("token") != order.token:
-            raise Refused("replayed", "the token is not this round's")
-        if "declined" in echo:
-            raise Declined(_printable(str(echo["declined"])))
-        allowed = {"order"} | ({"update"} if training else set()) | ({"scores"} if order.evaluate else set())
-        if unasked := set(content) - allowed:
-            raise Refused("malformed", f"{len(unasked)} records that nobody asked for")
-        update_P = _read_update(content.array_records["update"], like) if training else None
-        return Reply(update_P, _read_scores(content.metric_records.get("scores", {})))
-    except (Refused, Declined):
+        content, record = message.content, message.content.config_records["request"]
+        if record.get("token") != request.token:
+            raise RefusedReply("replayed", "the token is not this round's")
+        if "declined" in record:
+            raise DeclinedRound(_printable(str(record["declined"])))
+        allowed = {"request"} | ({"update"} if is_training else set()) | ({"scores"} if request.evaluate else set())
+        if extra := set(content) - allowed:
+            raise RefusedReply("malformed", f"{len(extra)} records that were not requested")
+        update_P = _parse_update(content.array_records["update"], like) if is_training else None
+        return ClientReply(update_P, _parse_scores(content.metric_records.get("scores", {})))
+    except (RefusedReply, DeclinedRound):
         raise
-    except Exception as error:  # whatever a stranger can provoke is the stranger's reply, never the server's end
-        raise Refused("malformed", _printable(f"{type(error).__name__}: {error}")) from error
+    except Exception as error:  # no reply may end the server, whatever it provokes
+        raise RefusedReply("malformed", _printable(f"{type(error).__name__}: {error}")) from error
+
+
+def _to_config(value: msgspec.Struct) -> ConfigRecord:
+    return ConfigRecord(msgspec.to_builtins(value))
 
 
 def _printable(text: str) -> str:
-    """What a stranger said, in one line of a log and no more."""
+    """A client's text, cut to what fits in one line of a log."""
     return "".join(letter if letter.isprintable() else " " for letter in text[:200])
 
 
-def _read_update(record: ArrayRecord, like: Mapping[str, np.ndarray]) -> np.ndarray:
+def _parse_update(record: ArrayRecord, like: Mapping[str, np.ndarray]) -> np.ndarray:
     if set(record) != set(like):
-        raise Refused("malformed", "arrays of other names than the model's")
-    row_P = flat({name: _read_array(record[name], array.shape) for name, array in like.items()})
+        raise RefusedReply("malformed", "the names of the arrays are not the model's")
+    row_P = flatten({name: _parse_array(record[name], array.shape) for name, array in like.items()})
     if not np.isfinite(row_P).all():
-        raise Refused("not finite")
+        raise RefusedReply("not finite")
     return row_P
 
 
-def _read_array(array: Array, shape: tuple[int, ...]) -> np.ndarray:
-    """One array, its header looked at before any room is made for it."""
-    if len(array.data) > 4 * math.prod(shape) + HEADER:
-        raise Refused("wrong shape", f"{len(array.data)} bytes where {shape} is expected")
+def _parse_array(array: Array, shape: tuple[int, ...]) -> np.ndarray:
+    """One array; its header is checked before memory is allocated for it."""
+    if len(array.data) > 4 * math.prod(shape) + MAX_HEADER_BYTES:
+        raise RefusedReply("wrong shape", f"{len(array.data)} bytes where {shape} is expected")
     data = io.BytesIO(array.data)
     version = np.lib.format.read_magic(data)
     read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    found, _, dtype = read_header(data, HEADER)
+    header_shape, _, dtype = read_header(data, MAX_HEADER_BYTES)
     if dtype != np.float32:
-        raise Refused("wrong dtype", f"{dtype} where float32 is expected")
-    if found != shape:
-        raise Refused("wrong shape", f"{found} where {shape} is expected")
+        raise RefusedReply("wrong dtype", f"{dtype} where float32 is expected")
+    if header_shape != shape:
+        raise RefusedReply("wrong shape", f"{header_shape} where {shape} is expected")
     return array.numpy()
 
 
-def _read_scores(record: Mapping[str, Any]) -> dict[str, float]:
-    scores = {name: record[name] for name in MODELS if name in record}
-    if set(record) - set(scores) or not all(
-        isinstance(score, int | float) and abs(score) <= MAX_VALUE for score in scores.values()
-    ):
-        raise Refused("malformed", f"scores that are not numbers up to {MAX_VALUE:g} of the two models")
-    return {name: float(score) for name, score in scores.items()}
+def _parse_scores(record: Mapping[str, Any]) -> dict[str, float]:
+    for name, score in record.items():
+        if name not in SCORED_MODELS or not isinstance(score, int | float) or not abs(score) <= MAX_VALUE:
+            raise RefusedReply("malformed", f"scores must be numbers up to {MAX_VALUE:g} of the two models")
+    return {name: float(score) for name, score in record.items()}
+
+
+class MatchedReplies(NamedTuple):
+    """The replies of a round by client; clients without a reply are absent."""
+
+    by_client: dict[str, Message]
+    errors: dict[str, int]  # client -> Flower's code of the error that came instead of a reply
+    duplicates: list[str]  # clients of further replies to the same message
+    unsolicited: int  # replies to messages that were never sent
+
+
+def send_and_gather(grid: Grid, messages: Sequence[Message], timeout_seconds: float) -> list[Message]:
+    """Send messages and poll for replies until all are there or the time is up.
+
+    Args:
+        grid: Flower's connection to the nodes.
+        messages: One for each client.
+        timeout_seconds: How long to poll.
+
+    Returns:
+        The replies, in any order.
+    """
+    if not messages:
+        return []
+    waiting = {message_id for message_id in grid.push_messages(messages) if message_id}  # unsent messages have no id
+    deadline, pause, replies = time.monotonic() + timeout_seconds, POLL_SECONDS, list[Message]()
+    while waiting:
+        pulled = list(grid.pull_messages(sorted(waiting)))
+        replies += pulled
+        waiting -= {reply.metadata.reply_to_message_id for reply in pulled}
+        if not waiting or time.monotonic() >= deadline:
+            break
+        time.sleep(min(pause, max(deadline - time.monotonic(), 0)))
+        pause = min(pause * 1.1, MAX_POLL_SECONDS)
+    return replies
+
+
+def match_replies(client_of: Mapping[str, str], replies: Iterable[Message]) -> MatchedReplies:
+    """Match replies to clients by the message that they answer; the first reply to a message counts.
+
+    The sender in a reply is not used: error replies that the SuperLink makes for a client carry the wrong one.
+
+    Args:
+        client_of: The client that each message was sent to, by the message's id.
+        replies: The replies.
+    """
+    matched = MatchedReplies({}, {}, [], 0)
+    for reply in replies:
+        client = client_of.get(reply.metadata.reply_to_message_id)
+        if client is None:
+            matched = matched._replace(unsolicited=matched.unsolicited + 1)
+        elif client in matched.by_client or client in matched.errors:
+            matched.duplicates.append(client)
+        elif reply.has_error():
+            matched.errors[client] = reply.error.code
+        else:
+            matched.by_client[client] = reply
+    return matched

@@ -1,17 +1,17 @@
-"""FedHDP as a Flower strategy: who is asked, what is sent, what of the replies counts; the rest is ``server.py``.
+"""FedHDP as a Flower strategy: the server of Algorithm 1 over messages. The mathematics is in ``server.py``.
 
-A round: newcomers are let in, the round is charged, every client tosses its coin, and those who are drawn and reachable
-are sent the global model. Who does not answer in time, or not in order, counts as absent: the denominator is fixed, so
-the promise stays true. Each update is clipped here, whatever the client did.
+A round: admit new clients, charge the round, sample the cohort, and send it the global model. Clip and sum the updates that
+come back, add noise, and move the model and the clip. A client that is not reachable, answers too late, declines or sends an
+invalid reply counts as absent: the denominator is public, so the privacy guarantee holds whoever answers.
 
-Axis letters: P parameters, G groups.
+Axis letters: P parameters, G groups, K scored clients.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from logging import INFO, WARNING
 from typing import NamedTuple
 
@@ -25,54 +25,65 @@ from flwr.serverapp.strategy import Strategy
 
 from fedhdp import server
 from fedhdp.flower.config import Deployment
-from fedhdp.flower.exchange import Answers, tie
 from fedhdp.flower.protocol import (
+    SCORED_MODELS,
     Arrays,
-    Declined,
-    Order,
-    Refused,
-    Reply,
-    as_record,
-    flat,
-    order_message,
-    read_reply,
-    unflat,
+    ClientReply,
+    DeclinedRound,
+    MatchedReplies,
+    RefusedReply,
+    RoundRequest,
+    flatten,
+    match_replies,
+    parse_reply,
+    request_message,
+    to_record,
+    unflatten,
 )
 from fedhdp.flower.registry import Registry
-from fedhdp.mechanism import SERVER, RoundParams
+from fedhdp.mechanism import SERVER, Mechanism, RoundParams
 from fedhdp.privacy.accounting import format_epsilon, pluralize
 from fedhdp.privacy.budget import DeploymentBilling
 from fedhdp.results.metrics import MetricRow, group_rows
 from fedhdp.rng import COHORT, NOISE, os_entropy, stream
 from fedhdp.server import ServerState, Sums
 
-ABSENT, DECLINED, FAILED = "absent", "declined", "failed"
-
 
 @jax.jit
-def _clip_and_sum(terms: RoundParams, clip: jax.Array, update_CP: jax.Array, *who: jax.Array) -> server.Sums:
-    return server.clip_and_sum(terms, clip, server.dense_updates(update_CP), *who)
+def _clip_and_sum(params: RoundParams, clip: jax.Array, update_P: jax.Array, group: jax.Array) -> Sums:
+    """One client's clipped, weighted update and its clip bit."""
+    updates = server.dense_updates(update_P[None])
+    return server.clip_and_sum(params, clip, updates, group[None], jnp.array([True]))
 
 
 _finish_round = jax.jit(server.finish_round, static_argnums=0)
 
 
-class Asked(NamedTuple):
-    """A client that was sent a message, and which."""
+class PendingRequest(NamedTuple):
+    """A message to a client, and what it requests."""
 
     client: str
     group: int
-    order: Order
+    request: RoundRequest
     message: Message
 
-
-def _who(asked: Asked) -> str:
-    """A client as a log may name it: an identity is a password of sorts."""
-    return f"client {asked.client[:8]} ({asked.order.level}, node {asked.message.metadata.dst_node_id})"
+    @property
+    def label(self) -> str:
+        """The client's name in a log, which must not show its whole id."""
+        return f"client {self.client[:8]} ({self.request.level}, node {self.message.metadata.dst_node_id})"
 
 
 class FedHDP(Strategy):
-    """The server's side of a deployment; ``start_model`` says what the model's arrays are and where they start."""
+    """The server's side of a deployment.
+
+    Args:
+        deployment: The configuration.
+        registry: The clients.
+        billing: Charges rounds and knows the mechanism.
+        run: The run's id.
+        initial_arrays: The initial model.
+        score: Returns a model's accuracy on the server's test set.
+    """
 
     def __init__(
         self,
@@ -80,202 +91,237 @@ class FedHDP(Strategy):
         registry: Registry,
         billing: DeploymentBilling,
         run: str,
-        start_model: Arrays,
+        initial_arrays: Arrays,
         score: Callable[[Arrays], float] | None = None,
     ):
         self.deployment, self.registry, self.billing, self.run = deployment, registry, billing, run
-        self.like, self.score = start_model, score
-        self.round = 0  # rounds completed
+        self.initial_arrays, self.score = initial_arrays, score
+        self.round = 0  # completed rounds
         self.state: ServerState | None = None
-        self.refused: dict[str, Counter[str]] = {name: Counter() for name in deployment.levels}
-        self.strangers = 0  # answers to messages that were never sent
-        self.rows: list[MetricRow] = []  # of the last round
-        self._drawn: Counter[str] = Counter()
-        self._asked: list[Asked] = []
-        self._scored = -1  # the round whose model was last looked at on the server's test set
+        self.refused: dict[str, Counter[str]] = {level: Counter() for level in deployment.levels}  # by kind
+        self.unsolicited = 0  # replies to messages that were never sent
+        self.metric_rows: list[MetricRow] = []  # of the last round
+        self._sampled: Counter[str] = Counter()  # clients by group, reachable or not
+        self._pending: list[PendingRequest] = []
+        self._absences: Counter[str] = Counter()  # clients of the round without a valid reply, by reason
+        self._last_scored_round = -1
 
     @property
     def model(self) -> Arrays:
-        """The global model as it stands."""
+        """The global model."""
         assert self.state is not None
-        return unflat(np.asarray(self.state.theta_P), self.like)
+        return unflatten(np.asarray(self.state.theta_P), self.initial_arrays)
 
-    def let_in(self, grid: Grid) -> None:
-        """Let the clients who have registered by now take part, and be ready for as many groups as there are."""
-        self.registry.listen(grid)
+    def admit(self, grid: Grid) -> None:
+        """Let newly enrolled clients take part, and size the server's state for the mechanism's groups."""
+        self.registry.poll(grid)
         self.billing.admit(self.registry.members)
+        mechanism = self.billing.mechanism
         if self.state is None:
-            theta_P = jnp.asarray(flat(self.like))
-            self.state = server.start(self.billing.mechanism, self.deployment.server, theta_P)
-        groups = len(self.billing.mechanism.groups)
-        if self.state.refused_G.shape != (groups,):
-            self.state = self.state._replace(refused_G=jnp.zeros(groups, jnp.int32))
+            theta_P = jnp.asarray(flatten(self.initial_arrays))
+            self.state = server.initial_state(mechanism, self.deployment.server, theta_P)
+        if len(self.state.refused_G) != len(mechanism.groups):
+            self.state = self.state._replace(refused_G=jnp.zeros(len(mechanism.groups), jnp.int32))
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Charge the round, draw the cohort, and write to those of it who can be reached."""
-        self.registry.wait_for_somebody(grid)
-        self.let_in(grid)
-        mechanism = self.billing.charge_next()
-        charged = self.billing.charged
-        everyone = self._clients()
+        """Admit new clients, charge the round, sample the cohort, and request training from it.
+
+        Raises:
+            BudgetExhausted: If the round cannot be charged.
+        """
+        self.registry.wait_for_reachable_client(grid)
+        self.admit(grid)
+        cohort = self._sample_cohort(self.billing.charge_next())
         every = self.deployment.evaluate_every
         evaluate = bool(every and self.round and self.round % every == 0)
-        seed = self.deployment.cohort_seed
-        rng = np.random.default_rng(None if seed is None else [seed, COHORT, self.round])
-        self._asked, self._drawn = [], Counter()
-        for number in server.sample_cohort(mechanism, rng):
-            client, group = everyone[number]
-            self._drawn[mechanism.groups[group].name] += 1
-            self._ask(MessageType.TRAIN, client, group, arrays, charged, evaluate)
-        return [asked.message for asked in self._asked]
+        return self._make_requests(MessageType.TRAIN, cohort, arrays, evaluate)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Clip and sum what counts, noise it, move the model and the clip."""
+        """Clip and sum the updates, add noise, move the model and the clip."""
         assert self.state is not None
         mechanism = self.billing.mechanism
-        terms, answers, came, counts = mechanism.round_params, self._tie(replies), Counter[str](), Counter[str]()
-        groups = [group.name for group in mechanism.groups]
-        nobody_G = jnp.zeros(len(groups), jnp.int32)
-        sums = Sums(jnp.zeros_like(self.state.theta_P), jnp.float32(0), nobody_G)
+        groups, params = [group.name for group in mechanism.groups], mechanism.round_params
+        sums = Sums(jnp.zeros_like(self.state.theta_P), jnp.float32(0), jnp.zeros(len(groups), jnp.int32))
         scores: dict[str, dict[str, float]] = {}
-        for asked in self._asked:
-            reply = self._read(asked, answers, counts, training=True)
-            if reply is None or reply.update_P is None:
-                continue
-            came[groups[asked.group]] += 1
-            scores[asked.client] = reply.scores
-            one = (reply.update_P[None], np.array([asked.group]), np.array([True]))
-            sums = jax.tree.map(jnp.add, sums, _clip_and_sum(terms, self.state.clip, *one))
-        for name, count in zip(groups, np.asarray(sums.refused_G)):  # finite numbers whose norm is not
-            self.refused[name].update({"not finite": int(count)} if count else {})
-            came[name] -= int(count)
-        self.state = _finish_round(self.deployment.server, terms, self.state, sums, self._noise_key())
+        reply_counts = Counter[str]()
+        for pending, reply in self._valid_replies(replies, is_training=True):
+            group = np.int32(pending.group)
+            sums = jax.tree.map(jnp.add, sums, _clip_and_sum(params, self.state.clip, reply.update_P, group))
+            scores[pending.client] = reply.scores
+            reply_counts[groups[pending.group]] += 1
+        self._count_infinite_norms(groups, sums, reply_counts)
+        self.state = _finish_round(self.deployment.server, params, self.state, sums, self._noise_key())
         self.billing.completed()
-        self.rows = self._score_rows(self.round, scores)  # of the model that was sent
+        self.metric_rows = self._score_rows(scores)  # of the model that was sent, so before the round is counted
         self.round += 1
-        self.rows += self._round_rows(came)
-        look = self.deployment.score_every or self.deployment.evaluate_every
-        if look and self.round % look == 0:
-            self.rows += self._server_rows()
-        self._say(came, counts)
-        return as_record(self.model), MetricRecord({"replies": came.total(), "clip": float(self.state.clip)})
+        self.metric_rows += self._round_rows(reply_counts) + self._server_rows_if_due()
+        self._log_round(reply_counts)
+        metrics = MetricRecord({"replies": reply_counts.total(), "clip": float(self.state.clip)})
+        return to_record(self.model), metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """After the last round, and if clients are asked at all: everybody but those who are left out."""
-        self._asked = []
-        if self.deployment.evaluate_every and server_round == self.deployment.rounds:
-            charged, groups = self.billing.charged, self.billing.mechanism.groups
-            for client, group in self._clients():
-                if groups[group].name not in self.billing.dropped_groups:
-                    self._ask(MessageType.EVALUATE, client, group, arrays, charged, True)
-        return [asked.message for asked in self._asked]
+        """After the last round, request scores from all clients whose group takes part, if scores are wanted at all."""
+        is_wanted = self.deployment.evaluate_every and server_round == self.deployment.rounds
+        groups = self.billing.mechanism.groups
+        clients = [
+            (client, group)
+            for client, group in self._clients()
+            if groups[group].name not in self.billing.dropped_groups
+        ]
+        return self._make_requests(MessageType.EVALUATE, clients if is_wanted else [], arrays, evaluate=True)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """How good the models are for each group."""
-        answers, counts = self._tie(replies), Counter[str]()
-        read = ((asked.client, self._read(asked, answers, counts, training=False)) for asked in self._asked)
-        scores = {client: reply.scores for client, reply in read if reply is not None}
-        self.rows = self._score_rows(self.round, scores) + self._server_rows()
+        """Collect the scores of the final models."""
+        valid_replies = self._valid_replies(replies, is_training=False)
+        scores = {pending.client: reply.scores for pending, reply in valid_replies}
+        self.metric_rows = self._score_rows(scores) + self._server_rows()
         return None
 
     def summary(self) -> None:
-        """Say what is about to be run."""
-        log(INFO, "%s; levels, the strictest first: %s", pluralize(self.deployment.rounds), self.deployment.strictness)
+        """Log what is about to run."""
+        levels = ", ".join(self.deployment.levels_by_strictness)
+        log(INFO, "%s; levels from the strictest on: %s", pluralize(self.deployment.rounds), levels)
 
     def _clients(self) -> list[tuple[str, int]]:
-        """Every client with its group, in the order in which a mechanism has its clients."""
+        """Every client with its group's number, in the mechanism's order."""
         members = self.registry.members.items()
         groups = enumerate(group.name for group in self.billing.mechanism.groups)
         return [(client, number) for number, name in groups for client, level in members if level == name]
 
-    def _ask(self, kind: str, client: str, group: int, model: ArrayRecord, charged: int, evaluate: bool) -> None:
-        node, mechanism = self.registry.reachable(client), self.billing.mechanism
-        if node is None:
-            return
-        chosen = mechanism.groups[group]
-        promised = (chosen.name, self.deployment.told(chosen), chosen.sampling_rate)
-        order = Order(secrets.token_hex(8), self.run, self.round, charged, *promised, chosen.pull, evaluate)
-        message = order_message(kind, node, model, order, self.deployment.reply_seconds)
-        self._asked.append(Asked(client, group, order, message))
+    def _sample_cohort(self, mechanism: Mechanism) -> list[tuple[str, int]]:
+        seed = self.deployment.cohort_seed
+        rng = np.random.default_rng(None if seed is None else [seed, COHORT, self.round])
+        clients = self._clients()
+        cohort = [clients[number] for number in server.sample_cohort(mechanism, rng)]
+        self._sampled = Counter(mechanism.groups[group].name for _, group in cohort)
+        return cohort
 
-    def _tie(self, replies: Iterable[Message]) -> Answers:
-        """Each reply with its client; messages have their names by now, since they were sent."""
-        answers = tie({asked.message.metadata.message_id: asked.client for asked in self._asked}, replies)
-        level_of = {asked.client: asked.order.level for asked in self._asked}
-        for client in answers.duplicates:
-            self.refused[level_of[client]]["duplicate"] += 1
-            log(WARNING, "another reply of client %s (%s) is refused: duplicate", client[:8], level_of[client])
-        if answers.strangers:
-            log(WARNING, "%d replies to messages that were not sent are refused: replayed", answers.strangers)
-        self.strangers += answers.strangers
-        return answers
+    def _make_requests(
+        self, kind: str, clients: Iterable[tuple[str, int]], model: ArrayRecord, evaluate: bool
+    ) -> list[Message]:
+        """The messages to those of the clients that are reachable."""
+        groups, charged_rounds = self.billing.mechanism.groups, self.billing.charged
+        self._pending = []
+        for client, number in clients:
+            node, group = self.registry.reachable_node(client), groups[number]
+            if node is None:
+                continue
+            request = RoundRequest(
+                token=secrets.token_hex(8),
+                run=self.run,
+                round=self.round,
+                charged_rounds=charged_rounds,
+                level=group.name,
+                noise_multiplier=self.deployment.advertised_noise(group),
+                sampling_rate=group.sampling_rate,
+                pull=group.pull,
+                evaluate=evaluate,
+            )
+            message = request_message(kind, node, model, request, self.deployment.reply_timeout_seconds)
+            self._pending.append(PendingRequest(client, number, request, message))
+        return [pending.message for pending in self._pending]
 
-    def _read(self, asked: Asked, answers: Answers, counts: Counter[str], training: bool) -> Reply | None:
-        """The reply of a client if it counts; else it is counted why not."""
-        message = answers.by_client.get(asked.client)
-        if message is None:
-            counts[FAILED if asked.client in answers.failed else ABSENT] += 1
-            return None
-        try:
-            return read_reply(message, asked.order, self.like, training)
-        except Declined as error:
-            counts[DECLINED] += 1
-            self.registry.doubt(asked.client)
-            log(INFO, "%s declines: %s", _who(asked), error)
-        except Refused as error:
-            self.refused[asked.order.level][error.kind] += 1
-            counts[error.kind] += 1
-            log(WARNING, "a reply of %s is refused: %s", _who(asked), error)
-        return None
+    def _valid_replies(
+        self, replies: Iterable[Message], is_training: bool
+    ) -> Iterator[tuple[PendingRequest, ClientReply]]:
+        """The valid replies in the order of the requests; every other client is counted as absent."""
+        matched = self._match(replies)
+        self._absences = Counter()
+        for pending in self._pending:
+            message = matched.by_client.get(pending.client)
+            if message is None:
+                self._absences["failed" if pending.client in matched.errors else "absent"] += 1
+                continue
+            try:
+                reply = parse_reply(message, pending.request, self.initial_arrays, is_training)
+            except DeclinedRound as error:
+                self._absences["declined"] += 1
+                self.registry.requery(pending.client)
+                log(INFO, "%s declines: %s", pending.label, error)
+            except RefusedReply as error:
+                self._absences[error.kind] += 1
+                self.refused[pending.request.level][error.kind] += 1
+                log(WARNING, "a reply of %s is refused: %s", pending.label, error)
+            else:
+                yield pending, reply
 
-    def _score_rows(self, round: int, scores: dict[str, dict[str, float]]) -> list[MetricRow]:
-        """What clients say of the global model and of their own, by group; of a group of one that is its own score."""
+    def _match(self, replies: Iterable[Message]) -> MatchedReplies:
+        """Match replies to clients; a message has its id since it was sent."""
+        matched = match_replies(
+            {pending.message.metadata.message_id: pending.client for pending in self._pending}, replies
+        )
+        by_client = {pending.client: pending for pending in self._pending}
+        for client in matched.duplicates:
+            self.refused[by_client[client].request.level]["duplicate"] += 1
+            log(WARNING, "another reply of %s is refused: duplicate", by_client[client].label)
+        if matched.unsolicited:
+            log(WARNING, "%d replies to messages that were not sent are refused: replayed", matched.unsolicited)
+        self.unsolicited += matched.unsolicited
+        return matched
+
+    def _count_infinite_norms(self, groups: list[str], sums: Sums, reply_counts: Counter[str]) -> None:
+        """Count as refused the updates that ``clip_and_sum`` left out: finite numbers with an infinite norm."""
+        for name, count in zip(groups, np.asarray(sums.refused_G).tolist(), strict=True):
+            if count:
+                self.refused[name]["not finite"] += count
+                reply_counts[name] -= count
+
+    def _score_rows(self, scores: dict[str, dict[str, float]]) -> list[MetricRow]:
+        """The clients' scores by group; for a group of one client, this is the client's own score."""
         group_of, names = dict(self._clients()), [group.name for group in self.billing.mechanism.groups]
         rows = []
-        for model in ("global", "personal"):
-            told = [(group_of[client], said[model]) for client, said in scores.items() if model in said]
-            if told:
-                group_K, score_K = (np.array(column) for column in zip(*told))
-                rows += group_rows(round, model, names, group_K, score_K)
+        for model in SCORED_MODELS:
+            clients = [client for client, client_scores in scores.items() if model in client_scores]
+            if clients:
+                group_K = np.array([group_of[client] for client in clients])
+                score_K = np.array([scores[client][model] for client in clients])
+                rows += group_rows(self.round, model, names, group_K, score_K)
         return rows
 
+    def _server_rows_if_due(self) -> list[MetricRow]:
+        every = self.deployment.server_evaluate_every or self.deployment.evaluate_every
+        return self._server_rows() if every and self.round % every == 0 else []
+
     def _server_rows(self) -> list[MetricRow]:
-        if self.score is None or self._scored == self.round:
+        if self.score is None or self._last_scored_round == self.round:
             return []
-        self._scored = self.round
+        self._last_scored_round = self.round
         return [MetricRow(self.round, SERVER, "global", "accuracy", float(self.score(self.model)))]
 
-    def _round_rows(self, came: Counter[str]) -> list[MetricRow]:
+    def _round_rows(self, reply_counts: Counter[str]) -> list[MetricRow]:
+        """The clip, the refusals, and each group's counts and epsilon."""
         assert self.state is not None
         rows = [MetricRow(self.round, SERVER, "global", "clip", float(self.state.clip))]
-        if self.strangers:
-            rows.append(MetricRow(self.round, SERVER, "global", "refused: replayed", float(self.strangers)))
-        sent = Counter(asked.order.level for asked in self._asked)
+        if self.unsolicited:
+            rows.append(MetricRow(self.round, SERVER, "global", "refused: replayed", float(self.unsolicited)))
+        sent = Counter(pending.request.level for pending in self._pending)
         for name, epsilon in self.billing.epsilon().items():
-            values: dict[str, float] = {"drawn": self._drawn[name], "sent": sent[name], "replies": came[name]}
+            values: dict[str, float] = {
+                "sampled": self._sampled[name],
+                "sent": sent[name],
+                "replies": reply_counts[name],
+            }
             values |= {"refused": self.refused[name].total(), "epsilon": epsilon}
             values |= {f"refused: {kind}": count for kind, count in self.refused[name].items()}
             rows += [MetricRow(self.round, name, "global", metric, float(value)) for metric, value in values.items()]
         return rows
 
-    def _say(self, came: Counter[str], counts: Counter[str]) -> None:
-        told: dict[str, dict[str, float]] = {}
-        for row in self.rows:
-            if row.round == self.round and row.group != SERVER:
-                told.setdefault(row.group, {})[row.metric] = row.value
-        by_group = "; ".join(
-            f"{name} {came[name]} of {v['sent']:.0f} sent, epsilon {format_epsilon(v['epsilon'])}"
-            for name, v in told.items()
-        )
-        others = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-        place = f"round {self.round}/{self.deployment.rounds}"
-        log(INFO, "%s: %s%s", place, by_group, f"; {others}" if others else "")
+    def _log_round(self, reply_counts: Counter[str]) -> None:
+        sent = Counter(pending.request.level for pending in self._pending)
+        epsilons = {row.group: row.value for row in self.metric_rows if row.metric == "epsilon"}
+        parts = [
+            f"{name} {reply_counts[name]} of {sent[name]} sent, epsilon {format_epsilon(epsilon)}"
+            for name, epsilon in epsilons.items()
+        ]
+        if self._absences:
+            parts.append(", ".join(f"{count} {reason}" for reason, count in sorted(self._absences.items())))
+        log(INFO, "round %d/%d: %s", self.round, self.deployment.rounds, "; ".join(parts))
 
     def _noise_key(self) -> jax.Array:
         seed = self.deployment.noise_seed

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedhdp.client import Clients, LocalTraining, as_floats, client_updates, coordinates, orders, updates_in_full
-from fedhdp.flower.client_app import Trainer
+from fedhdp.flower.clientapp import Trainer
 from fedhdp.flower.protocol import Arrays
 from fedhdp.models import Model, Parameters
 from fedhdp.rng import BATCHES, MODEL, stream
@@ -26,12 +26,12 @@ def named(parameters: Parameters) -> Arrays:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
 
 
-def start_model(model: Model, seed: int) -> Arrays:
+def initial_arrays(model: Model, seed: int) -> Arrays:
     """The model before the first round: the simulator's, under the same seed."""
     return named(model.init(_key(seed, MODEL, 0)))
 
 
-def score_with(model: Model, x_N: np.ndarray, y_N: np.ndarray) -> Callable[[Arrays], float]:
+def scorer(model: Model, x_N: np.ndarray, y_N: np.ndarray) -> Callable[[Arrays], float]:
     """How good a model is on these examples."""
 
     def score(arrays: Arrays) -> float:
@@ -41,7 +41,7 @@ def score_with(model: Model, x_N: np.ndarray, y_N: np.ndarray) -> Callable[[Arra
     return score
 
 
-def built_in(
+def jax_trainer(
     model: Model,
     training: LocalTraining,
     x_M: np.ndarray,
@@ -61,7 +61,7 @@ def built_in(
         trained = jax.tree.map(jnp.add, theta, update)
         return named(trained), None if own is None else named(own)
 
-    return Trainer(fit, None if test is None or not len(test[1]) else score_with(model, *test))
+    return Trainer(fit, None if test is None or not len(test[1]) else scorer(model, *test))
 
 
 @lru_cache(maxsize=8)

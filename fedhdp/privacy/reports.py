@@ -12,10 +12,9 @@ from typing import NamedTuple
 import msgspec
 
 from fedhdp.errors import InvalidValueError, require
-from fedhdp.mechanism import Mechanism, PrivacyGroup, Sampling
+from fedhdp.mechanism import SENSITIVITY, Mechanism, PrivacyGroup, Sampling
 from fedhdp.privacy.accounting import (
     ADJACENCY,
-    SENSITIVITY,
     Accountant,
     PrivacyCost,
     compose,

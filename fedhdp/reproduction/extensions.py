@@ -27,7 +27,7 @@ PLD_NOISE = 1.401  # the least noise that PLD accounting finds enough for the pr
 TUNED = (0.01, 0.025)  # the paper's best weights
 HELD_OUT = 0.2  # of each client's train examples, on which it chooses its pull
 LONGER = ServerOptimizer(average=0.95)  # a longer average
-MOMENTUM = ServerOptimizer("momentum", learning_rate=0.3, momentum=0.9, average=0.95)
+MOMENTUM = ServerOptimizer(learning_rate=0.3, momentum=0.9, average=0.95)
 
 
 class Own(NamedTuple):

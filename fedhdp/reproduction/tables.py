@@ -106,7 +106,7 @@ class Part(NamedTuple):
 
 
 def _all_there(origin: Origin, classes: Literal[10, 62], most: int) -> Femnist:
-    return Femnist(min(most, femnist(origin, classes).clients), origin, classes)
+    return Femnist(min(most, femnist(origin, classes).num_clients), origin, classes)
 
 
 def _one_digit(split: Literal["one_digit", "skewed"]) -> dict[str, Choice]:

@@ -1,0 +1,121 @@
+"""The example app over the in-process grid, and its PyTorch client."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedhdp[flower]'")
+
+from flower_helpers import InProcessGrid, Node
+from flwr.app import Context, RecordDict
+from helpers import tiny_data
+
+from fedhdp import LocalTraining, mlp
+from fedhdp.flower import Deployment, initial_arrays, jax_trainer
+from fedhdp.flower.trainer import _parameters
+from fedhdp.results.schema import VariantResult
+from fedhdp.results.store import VariantDirectory
+
+APP = Path(__file__).parents[2] / "examples" / "flower_app"
+MODULES = ("task", "client_app", "server_app", "torch_client")
+OWNERS_LEVELS = ("open", "relaxed", "relaxed", "strict", None)
+
+
+@pytest.fixture
+def load_module(monkeypatch):
+    """Imports a module of the app by name, as Flower does."""
+    monkeypatch.syspath_prepend(str(APP))
+    for name in MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield __import__
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def run_config(tmp_path, **changes) -> dict:
+    def flat(table, prefix=""):
+        for key, value in table.items():
+            yield from flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+
+    config = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    return dict(flat(config)) | {"out": str(tmp_path / "run"), "ledger": str(tmp_path / "ledger")} | changes
+
+
+def run_app(tmp_path, client_module, server_module) -> VariantResult:
+    config = run_config(tmp_path, rounds=2, **{"app.samples": 20})
+    nodes = []
+    for number, level in enumerate(OWNERS_LEVELS):
+        node = Node(number + 1, client_module.app, **{"partition-id": number}, **({"privacy": level} if level else {}))
+        node.context.run_config = config
+        nodes.append(node)
+    server_module.app(InProcessGrid(nodes), Context(1, 1, {}, RecordDict(), config))
+    return VariantDirectory(tmp_path / "run" / "fedhdp").result()
+
+
+def test_example_trains_three_levels(tmp_path, load_module):
+    variant = run_app(tmp_path, load_module("client_app"), load_module("server_app"))
+    groups = {group.name: group for group in variant.groups}
+    assert {name: group.clients for name, group in groups.items()} == {"open": 1, "relaxed": 2, "strict": 2}
+    assert variant.server_accuracy > 0.1
+    assert all(group.personal_accuracy > 0.2 for group in variant.groups)
+    assert groups["open"].epsilon_pld is None
+    assert groups["strict"].epsilon_pld <= 2.0
+    assert groups["relaxed"].epsilon_pld <= 8.0
+
+
+def test_example_is_a_deployment(tmp_path):
+    levels = ("strict", "relaxed", "open")
+    assert Deployment.from_run_config(run_config(tmp_path)).levels_by_strictness == levels
+    assert Deployment.from_app(APP).levels_by_strictness == levels
+
+
+def test_logits_equal_the_models(load_module):
+    task, rng = load_module("task"), np.random.default_rng(0)
+    arrays = {
+        name: array + rng.normal(0, 0.1, array.shape).astype(np.float32)
+        for name, array in initial_arrays(task.MODEL, 0).items()
+    }
+    x_NF = rng.random((6, 784), np.float32)
+    expected = task.MODEL.apply(_parameters(task.MODEL, arrays), x_NF, None)
+    np.testing.assert_allclose(task.logits(arrays, x_NF), expected, atol=1e-5)
+
+
+def test_examples_are_kept_in_the_directory(tmp_path, load_module):
+    task = load_module("task")
+    node_config = {"partition-id": 1, "directory": str(tmp_path / "client")}
+    context = Context(1, 1, node_config, RecordDict(), {"app.samples": 6})
+    first, second = task.load_examples(context), task.load_examples(context)
+    assert [file.name for file in (tmp_path / "client").iterdir()] == ["examples.npz"]
+    assert set(first) == set(second) == {"train_x", "train_y", "test_x", "test_y"}
+    assert all((first[name] == second[name]).all() for name in first)
+
+
+def test_torch_client_runs_in_the_example(tmp_path, load_module):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    variant = run_app(tmp_path, load_module("torch_client"), load_module("server_app"))
+    assert sum(group.refused for group in variant.groups) == 0
+    assert all(group.personal_accuracy > 0.2 for group in variant.groups)
+
+
+def test_torch_trainer_equals_jax_trainer(load_module):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    data, model = tiny_data([6]), mlp(12, 5, 3)
+    x_N, y_N = data.train.x_N, data.train.y_N
+    training = LocalTraining(epochs=3, batch_size=6, learning_rate=0.3)  # one batch, so that its order does not matter
+    torch_trainer = load_module("torch_client").torch_trainer(
+        training, torch.tensor(x_N) / 255, torch.tensor(y_N).long()
+    )
+    start = initial_arrays(model, 0)
+    personal = {name: array + 0.1 for name, array in start.items()}
+    jax_models = jax_trainer(model, training, x_N, y_N).fit(start, personal, 0.2, 0)
+    torch_models = torch_trainer.fit(start, personal, 0.2, 0)
+    for jax_model, torch_model in zip(jax_models, torch_models, strict=True):
+        assert set(jax_model) == set(torch_model)
+        for name, array in jax_model.items():
+            np.testing.assert_allclose(torch_model[name], array, atol=1e-5)
+            assert torch_model[name].dtype == np.float32

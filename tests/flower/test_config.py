@@ -1,0 +1,134 @@
+"""A deployment's configuration, its run directory, and the package's public names."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedhdp[flower]'")
+
+from flower_helpers import (
+    DATA,
+    JAX_APP,
+    MODEL,
+    PLAIN_MODEL,
+    SEED,
+    make_deployment,
+    make_grid,
+    saved_history,
+    saved_model,
+    saved_values,
+)
+
+import fedhdp.flower
+from fedhdp.errors import ConfigError, FedHDPError, InvalidValueError
+from fedhdp.flower import Deployment, initial_arrays, run_deployment, scorer
+from fedhdp.mechanism import SERVER
+from fedhdp.privacy.calibration import PrivacyLevel
+from fedhdp.results.schema import Summary
+from fedhdp.results.store import VariantDirectory, read_value
+
+RUN_CONFIG = {
+    "out": "runs/one",
+    "ledger": "population.ledger",
+    "rounds": 5,
+    "clip.initial": 0.5,
+    "levels.opted out.epsilon": math.inf,
+    "levels.opted out.sampling-rate": 0.5,
+    "levels.strict.noise-multiplier": 1.0,
+    "levels.strict.sampling-rate": 0.5,
+    "training.epochs": 2,
+    "app.data": "the app's own",
+}
+
+
+def test_run_config_is_read_from_dotted_keys():
+    deployment = Deployment.from_run_config(RUN_CONFIG)
+    assert deployment.levels["opted out"] == PrivacyLevel(sampling_rate=0.5, epsilon=math.inf)
+    assert deployment.training.epochs == 2
+    assert deployment.strictest_level == "strict"
+
+
+def test_toml_round_trip():
+    deployment = Deployment.from_run_config(RUN_CONFIG)
+    assert Deployment.from_toml(deployment.to_toml().decode()) == deployment
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"training.epoch": 3}, "training.epoch"),
+        ({"levels.strict.epsilon": 3.0}, "noise_multiplier"),
+        ({"rounds": 0}, "rounds"),
+        ({"rounds.first": 3}, "rounds.first"),
+        ({"clip": 1.0}, "clip"),
+        ({"enroll-timeout-seconds": 0.0}, "enroll_timeout_seconds"),
+    ],
+)
+def test_invalid_run_config_is_refused(change, words):
+    with pytest.raises(FedHDPError) as error:
+        Deployment.from_run_config(RUN_CONFIG | change)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["rounds = ", "[tool]", None])
+def test_app_without_a_configuration_is_refused(tmp_path, text):
+    if text is not None:
+        (tmp_path / "pyproject.toml").write_text(text)
+    with pytest.raises(ConfigError):
+        Deployment.from_app(tmp_path)
+
+
+def test_unstable_pull_is_refused(tmp_path):
+    with pytest.raises(InvalidValueError) as error:
+        make_deployment(tmp_path, levels={"strict": PrivacyLevel(sampling_rate=1.0, noise_multiplier=1.0, pull=100.0)})
+    assert "pull" in error.value.field
+
+
+def test_run_directory_is_the_simulators(tmp_path):
+    deployment = make_deployment(tmp_path, evaluate_every=1)
+    score, out = scorer(MODEL, DATA.server_x_N, DATA.server_y_N), Path(deployment.out)
+    summary = run_deployment(make_grid(app=JAX_APP), deployment, initial_arrays(MODEL, SEED), score)
+    (variant,) = summary.variants
+    assert read_value(out / "summary.json", Summary) == summary
+    assert VariantDirectory(out / "fedhdp").result() == variant
+    model = {name.removeprefix("global/"): array for name, array in saved_model(deployment).items()}
+    assert variant.server_accuracy == pytest.approx(score(model))
+    metrics = {row.metric for row in saved_history(deployment)}
+    assert metrics >= {"clip", "sampled", "sent", "replies", "refused", "epsilon"}
+    assert not (out / "fedhdp" / "checkpoint.npz").exists()
+    assert json.loads((out / "run.json").read_text())["id"].startswith("run-")
+
+
+def test_server_evaluation_needs_no_clients(tmp_path):
+    deployment, grid = make_deployment(tmp_path, server_evaluate_every=1), make_grid()
+    run_deployment(grid, deployment, PLAIN_MODEL, lambda arrays: float(arrays["w"].mean()))
+    assert len(saved_values(deployment, SERVER, "accuracy")) == 3
+    assert not any(message.content["request"]["evaluate"] for message in grid.pushed_of("train"))
+
+
+def test_public_names():
+    assert all(callable(getattr(fedhdp.flower, name)) for name in fedhdp.flower.__all__)
+    assert not hasattr(fedhdp.flower, "unknown")
+
+
+def test_without_flower_a_deployment_can_be_read_and_an_app_names_the_extra():
+    program = """
+import sys
+sys.modules["flwr"] = None
+from fedhdp.flower import Deployment
+try:
+    from fedhdp.flower import server_app
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert process.stderr == ""
+    assert "pip install 'fedhdp[flower]'" in process.stdout
+    assert process.stdout.count("\n") == 1

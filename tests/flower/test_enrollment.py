@@ -1,0 +1,185 @@
+"""Which level a client is enrolled at, and who is admitted."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedhdp[flower]'")
+
+from flower_helpers import (
+    LEVELS,
+    TWO_LEVELS,
+    InProcessGrid,
+    Node,
+    before_round,
+    charged_rounds,
+    make_deployment,
+    open_ledger,
+    plain_node,
+    registered_levels,
+    run_plain,
+    strict_node,
+)
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+from msgspec.structs import replace
+
+from fedhdp.flower.registry import Registry
+from fedhdp.privacy.calibration import PrivacyLevel
+
+ALWAYS_SAMPLED = {name: replace(level, sampling_rate=1.0) for name, level in LEVELS.items()}
+
+
+def test_default_is_the_strictest_level(tmp_path):
+    deployment = make_deployment(tmp_path)
+    grid = InProcessGrid([plain_node(1), plain_node(2, privacy="ultra"), plain_node(5, privacy="open")])
+    run_plain(grid, deployment)
+    assert sorted(registered_levels(deployment)) == ["open", "strict", "strict"]
+
+
+def test_node_without_an_answer_is_queried_again(tmp_path):
+    failing, late = Node(3, ClientApp(), privacy="open"), plain_node(4, privacy="open")
+    deployment = make_deployment(tmp_path, levels=ALWAYS_SAMPLED)
+    grid = InProcessGrid([failing, late, plain_node(5, privacy="strict")])
+
+    def tamper(message: Message, reply: Message, node: Node) -> list[Message]:
+        is_late = node is late and len(late.received_of("query")) == 1
+        return [] if is_late else [reply]
+
+    grid.tamper = tamper
+    run_plain(grid, deployment)
+    assert sorted(registered_levels(deployment)) == ["open", "strict"]
+    assert len(failing.received_of("query")) == 4  # at the start, and before each round
+    assert len(late.received_of("query")) == 2
+    assert not failing.received_of("train")
+    assert late.received_of("train")
+
+
+def test_strictest_level_has_the_smallest_epsilon(tmp_path):
+    levels = {
+        "b": PrivacyLevel(sampling_rate=0.5, noise_multiplier=1.0),
+        "a": PrivacyLevel(sampling_rate=0.05, noise_multiplier=1.0),
+        "c": PrivacyLevel(sampling_rate=0.5, epsilon=math.inf),
+    }
+    assert make_deployment(tmp_path, levels=levels).levels_by_strictness == ("a", "b", "c")
+
+
+def test_level_is_never_loosened(tmp_path):
+    def grid_of(**level_of: str) -> InProcessGrid:
+        clients = enumerate(level_of.items(), 1)
+        return InProcessGrid(
+            plain_node(i, privacy=level, directory=str(tmp_path / name)) for i, (name, level) in clients
+        )
+
+    first = make_deployment(tmp_path, levels=ALWAYS_SAMPLED, rounds=1)
+    second = replace(first, out=str(tmp_path / "second"))
+    run_plain(grid_of(anna="strict", ben="open", cleo="mid"), first)
+    grid = grid_of(anna="open", ben="strict", cleo="mid")
+    run_plain(grid, second)
+    assert registered_levels(second) == ["strict", "open", "mid"]
+    requests = {m.metadata.dst_node_id: m.content["request"]["level"] for m in grid.pushed_of("train")}
+    assert requests == {1: "strict", 3: "mid"}  # ben wants more privacy than his updates had, so he is left alone
+
+
+def test_node_that_disconnects_is_not_enrolled(tmp_path):
+    deployment = make_deployment(tmp_path)
+    grid = InProcessGrid([plain_node(1, privacy="open"), plain_node(2)])
+    grid.tamper = lambda message, reply, node: [] if node.id == 2 else [reply]
+    with open_ledger(deployment.ledger, read_only=False) as ledger:
+        registry = Registry(deployment, ledger, "run")
+        registry.poll(grid)
+        del grid.nodes[2]
+        registry.wait_for_clients(grid)
+        assert list(registry.members.values()) == ["open"]
+
+
+def test_client_id_cannot_be_a_node(tmp_path):
+    deployment = make_deployment(tmp_path)
+    grid = InProcessGrid([plain_node(1), plain_node(2)])
+
+    def tamper(message: Message, reply: Message, node: Node) -> list[Message]:
+        impostor = RecordDict({"enrollment": ConfigRecord({"client_id": "node 1"})})
+        return [Message(content=impostor, metadata=reply.metadata) if node.id == 2 else reply]
+
+    grid.tamper = tamper
+    with open_ledger(deployment.ledger, read_only=False) as ledger:
+        registry = Registry(deployment, ledger, "run")
+        registry.poll(grid)
+        assert registry.node_of == {"node 1": 1, "node 2": 2}
+
+
+def test_client_is_recognized_after_a_restart(tmp_path):
+    deployment = make_deployment(tmp_path, rounds=1)
+    node, copy = (plain_node(id, privacy="open", directory=str(tmp_path / "client")) for id in (1, 2))
+    grid = InProcessGrid([node, copy])
+    with open_ledger(deployment.ledger, read_only=False) as ledger:
+        registry = Registry(deployment, ledger, "run")
+        registry.poll(grid)
+        assert list(registry.node_of.values()) == [1]  # the copy is not admitted while the client is connected
+        del grid.nodes[1]
+        registry.poll(grid)
+        assert list(registry.node_of.values()) == [2]
+        assert len(registry.members) == 1
+
+
+def test_node_is_one_client(tmp_path):
+    changing = plain_node(1, privacy="strict")
+    deployment = make_deployment(tmp_path, levels=TWO_LEVELS, rounds=4)
+    grid = InProcessGrid([changing, plain_node(2)])
+
+    def on_push(messages: list[Message]) -> None:
+        for message in messages:
+            if message.metadata.dst_node_id == 1:
+                changing.context.node_config["directory"] = str(tmp_path / f"directory {len(grid.pushed)}")
+
+    grid.on_push = on_push
+    run_plain(grid, deployment)
+    assert len(changing.received_of("query")) == 2  # it declines what it was promised nothing for
+    assert len(registered_levels(deployment)) == 2
+    assert len(changing.received_of("train")) == 1
+
+
+def test_client_that_wants_a_stricter_level_is_sent_nothing_further(tmp_path):
+    node = plain_node(1, privacy="open", directory=str(tmp_path / "client"))
+    grid, has_update = InProcessGrid([node, plain_node(2, privacy="strict")]), []
+
+    def tamper(message: Message, reply: Message, sender: Node) -> list[Message]:
+        if sender is node and message.metadata.message_type == "train":
+            has_update.append("update" in reply.content)
+        return [reply]
+
+    grid.tamper = tamper
+    grid.on_push = before_round(1, lambda: node.context.node_config.update(privacy="strict"))
+    run_plain(grid, make_deployment(tmp_path, levels=TWO_LEVELS, rounds=4))
+    assert has_update == [True, False]
+    assert len(node.received_of("query")) == 2
+
+
+def test_nothing_is_charged_while_no_client_is_reachable(tmp_path, monkeypatch):
+    deployment = make_deployment(tmp_path, levels=TWO_LEVELS)
+    grid, charged, disconnected = InProcessGrid([strict_node(tmp_path)]), [], {}
+    poll = Registry.poll
+
+    def disconnect() -> None:
+        if not charged:
+            disconnected.update(grid.nodes)
+
+    def poll_without_nodes(self, grid: InProcessGrid, requery: bool = False) -> None:
+        if disconnected and len(charged) < 3:
+            grid.nodes = {}
+        poll(self, grid, requery)
+
+    def sleep(seconds: float) -> None:
+        if seconds == 1.0:
+            charged.append(charged_rounds(deployment))
+            if len(charged) == 3:
+                grid.nodes = dict(disconnected)
+
+    grid.on_push = before_round(1, disconnect)
+    monkeypatch.setattr("fedhdp.flower.registry.time.sleep", sleep)
+    monkeypatch.setattr(Registry, "poll", poll_without_nodes)
+    (variant,) = run_plain(grid, deployment).variants
+    assert charged == [2, 2, 2]
+    assert (variant.rounds, charged_rounds(deployment)) == (3, 3)

@@ -91,7 +91,7 @@ def _print_groups(out: Console, groups: list[GroupStanding]) -> None:
             f"{group.delta:g}",
             in_short(group.epsilon),
             in_short(group.epsilon_pld),
-            f"{sum(charge.rounds for charge in group.charges):,}",
+            f"{sum(charge['rounds'] for charge in group.charges):,}",
             _format_rounds_left(group.rounds_left),
         )
     print_table(out, rows)
@@ -109,9 +109,9 @@ def _format_rounds_left(rounds: float | None) -> str:
 def _format_charges(group: GroupStanding) -> str:
     parts = []
     for charge in group.charges:
-        basis = f"z {charge.noise_multiplier:.4g}, q {charge.sampling_rate:g} ({charge.sampling})"
-        rounds = pluralize(charge.rounds)
-        parts.append(f"{rounds} at {basis}" if charge.sampling_rate > 0 else f"{rounds} without the group")
+        basis = f"z {charge['noise_multiplier']:.4g}, q {charge['sampling_rate']:g} ({charge['sampling']})"
+        rounds = pluralize(charge["rounds"])
+        parts.append(f"{rounds} at {basis}" if charge["sampling_rate"] > 0 else f"{rounds} without the group")
     return "; ".join([*parts, *filter(None, [group.adjacency, group.note])]) or "no rounds yet"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -106,15 +106,6 @@ class LevelReport(msgspec.Struct, frozen=True):
     budget: float | None
 
 
-class Charge(msgspec.Struct, frozen=True):
-    """Rounds that a ledger has charged."""
-
-    noise_multiplier: float
-    sampling_rate: float
-    sampling: str
-    rounds: int
-
-
 class GroupStanding(msgspec.Struct, frozen=True):
     """A group in a ledger: its budget, its epsilons over all runs, and the rounds left; None where not known."""
 
@@ -128,7 +119,7 @@ class GroupStanding(msgspec.Struct, frozen=True):
     delta: float
     rounds_left: float | None
     adjacency: str | None
-    charges: list[Charge]
+    charges: list[dict[str, Any]]  # the fields of each PrivacyCost
     note: str
 
 
@@ -167,17 +158,15 @@ def account_rounds(
     def epsilon_at(noise: float) -> float:
         return epsilon_of(gaussian_cost(noise, sampling_rate, rounds, sampling))
 
-    if (noise_multiplier is None) == (target_epsilon is None):
-        message = f"noise_multiplier must be given where no epsilon is, and only there, got {noise_multiplier}"
-        raise InvalidValueError(message, "noise_multiplier", noise_multiplier)
-    noise = noise_multiplier
     if target_epsilon is not None:
-        noise = noise_multiplier_for(target_epsilon, sampling_rate, rounds, delta, accountant, sampling)
-        if tuning is not None and noise > 0:
-            noise = min_noise_multiplier(epsilon_at, target_epsilon)
-    assert noise is not None
-    require(noise < math.inf, "noise_multiplier", noise, "finite")
-    cost = gaussian_cost(noise, sampling_rate, rounds, sampling)
+        require(noise_multiplier is None, "noise_multiplier", noise_multiplier, "None where a target is given")
+        noise_multiplier = noise_multiplier_for(target_epsilon, sampling_rate, rounds, delta, accountant, sampling)
+        if tuning is not None and noise_multiplier > 0:
+            noise_multiplier = min_noise_multiplier(epsilon_at, target_epsilon)
+    if noise_multiplier is None or not noise_multiplier < math.inf:
+        message = f"noise_multiplier must be finite, or a target given, got {noise_multiplier}"
+        raise InvalidValueError(message, "noise_multiplier", noise_multiplier)
+    cost = gaussian_cost(noise_multiplier, sampling_rate, rounds, sampling)
     epsilon, sensitivity = epsilon_of(cost), SENSITIVITY[sampling]
     points = sorted({round(rounds * point / CURVE_POINTS) for point in range(1, CURVE_POINTS + 1)})
     return RoundsReport(
@@ -185,15 +174,15 @@ def account_rounds(
         target_epsilon=target_epsilon,
         unprotected=epsilon == math.inf,
         delta=delta,
-        noise_multiplier=noise,
+        noise_multiplier=noise_multiplier,
         sampling_rate=sampling_rate,
         rounds=rounds,
         sampling=sampling,
         adjacency=ADJACENCY[sampling],
         accountant=accountant,
         tuning=None if tuning is None else str(tuning),
-        noise_in_clips=noise * sensitivity,
-        epsilon_if_noise_in_clips=epsilon_of(cost._replace(noise_multiplier=noise / sensitivity)),
+        noise_in_clips=noise_multiplier * sensitivity,
+        epsilon_if_noise_in_clips=epsilon_of(cost._replace(noise_multiplier=noise_multiplier / sensitivity)),
         curve=[CurvePoint(point, epsilon_of(cost._replace(rounds=point))) for point in points],
     )
 
@@ -303,12 +292,7 @@ def account_levels(
 
 
 def group_standing(ledger: Ledger, group: str, delta: float) -> GroupStanding:
-    """A group's budget, epsilons and rounds left, over all runs of a ledger.
-
-    Args:
-        ledger: The ledger.
-        group: The group's name.
-        delta: The delta for a group without a budget; a budget has its own.
+    """A group's budget, epsilons and rounds left, over all runs of a ledger; a budget has its own delta.
 
     Raises:
         LedgerError: If the ledger has no such group.
@@ -333,6 +317,6 @@ def group_standing(ledger: Ledger, group: str, delta: float) -> GroupStanding:
         delta=delta,
         rounds_left=left,
         adjacency=ADJACENCY[samplings[0]] if len(samplings) == 1 else None,
-        charges=[Charge(*cost) for cost in costs],
+        charges=[cost._asdict() for cost in costs],
         note="" if composes else "Poisson sampling and fixed cohorts were mixed: their epsilons do not compose",
     )

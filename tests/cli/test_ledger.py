@@ -15,7 +15,7 @@ from fedhdp.errors import LedgerError
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import gaussian_epsilon, privacy_costs, rounds_left
 from fedhdp.privacy.ledger import Budget, Ledger
-from fedhdp.privacy.reports import Charge, group_standing
+from fedhdp.privacy.reports import group_standing
 
 MECHANISM = Mechanism((PrivacyGroup("open", 10, 0.0, 0.1), PrivacyGroup("strict", 30, 2.0, 0.1)), clip=1.0)
 
@@ -57,7 +57,7 @@ def test_group_standing(file):
         strict = group_standing(ledger, "strict", 1e-6)
         assert (strict.epsilon, strict.delta) == (gaussian_epsilon(2.0, 0.1, 7, 1e-6), 1e-6)
         assert (strict.budget, strict.rounds_left, strict.first_client) == (None, None, 10)
-        assert strict.charges == [Charge(2.0, 0.1, "poisson", 7)]
+        assert strict.charges == [privacy_costs(MECHANISM, 7)["strict"]._asdict()]
         assert group_standing(ledger, "open", 1e-6).epsilon == math.inf
         with raises_field("group", LedgerError):
             group_standing(ledger, "unknown", 1e-6)

@@ -238,7 +238,7 @@ class DeploymentBilling:
         """How many rounds of this run are charged, also those that were run again after a crash."""
         return self.ledger.charged_rounds(f"{self.run}/")
 
-    def spent(self, level: str) -> list[PrivacyCost]:
+    def costs(self, level: str) -> list[PrivacyCost]:
         """What this run has cost the clients of a level; for a repeatable run, as if it were not."""
         if self.repeatable:
             return [

@@ -145,7 +145,7 @@ def test_joining_clients_begin_a_new_segment(ledger):
         billing.completed()
     assert [(segment.name, segment.rounds) for segment in billing.segments] == [("run/1", 1), ("run/2", 2)]
     assert billing.charged == 3
-    assert billing.epsilon()["mid"] == compose(billing.spent("mid"), 1e-5) == compose(ledger.costs("mid"), 1e-5)
+    assert billing.epsilon()["mid"] == compose(billing.costs("mid"), 1e-5) == compose(ledger.costs("mid"), 1e-5)
     assert billing.epsilon()["open"] == math.inf
 
 
@@ -165,7 +165,7 @@ def test_a_deployment_drops_an_exhausted_level(ledger):
         True,
     ]
     assert billing.dropped_groups == {"mid"}
-    assert sum(cost.rounds for cost in billing.spent("mid") if cost.sampling_rate > 0) == 2
+    assert sum(cost.rounds for cost in billing.costs("mid") if cost.sampling_rate > 0) == 2
 
 
 @pytest.mark.parametrize(("on_exhausted", "dropped"), [("stop", set()), ("drop_group", {"mid"})])
@@ -202,7 +202,7 @@ def test_a_repeatable_deployment(ledger):
     billing.charge_next()
     billing.completed()
     assert {cost.noise_multiplier for cost in ledger.costs("mid")} == {0.0}
-    assert billing.spent("mid") == [privacy_costs(build({"open": 0, "mid": 1, "strict": 0}))["mid"]]
+    assert billing.costs("mid") == [privacy_costs(build({"open": 0, "mid": 1, "strict": 0}))["mid"]]
 
 
 def test_a_deployment_lowers_budgets_when_clients_are_admitted(ledger):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from fedhdp.experiments.config import Experiment
     from fedhdp.flower.config import Deployment
-    from fedhdp.privacy.reports import MechanismReport, RoundsReport, Tuning
+    from fedhdp.privacy.reports import LevelReport, MechanismReport, RoundsReport, Tuning
 
 Number = TypeVar("Number", int, float)
 BAR_WIDTH = 40  # of the longest bar of the curve, in characters
@@ -148,18 +148,22 @@ def _account_app(deployment: Deployment, json: bool) -> None:
     mechanism = deployment.mechanism(dict.fromkeys(deployment.levels, 1))
     reports = account_levels(mechanism, deployment.rounds, deployment.delta_of, deployment.budgets)
     levels = sorted(reports, key=lambda report: deployment.levels_by_strictness.index(report.level))
-    header = {
-        "deployment": deployment.name,
-        "rounds": deployment.rounds,
-        "sampling": mechanism.sampling,
-        "adjacency": ADJACENCY[mechanism.sampling],
-        "repeatable": deployment.repeatable,
-    }
     if json:
+        header = {
+            "deployment": deployment.name,
+            "rounds": deployment.rounds,
+            "sampling": mechanism.sampling,
+            "adjacency": ADJACENCY[mechanism.sampling],
+            "repeatable": deployment.repeatable,
+        }
         print_json(header | {"levels": levels})
-        return
+    else:
+        _print_levels(deployment, mechanism.sampling, levels)
+
+
+def _print_levels(deployment: Deployment, sampling: Sampling, levels: list[LevelReport]) -> None:
     out = console()
-    basis = f"{SAMPLER[mechanism.sampling]}, {header['adjacency']}"
+    basis = f"{SAMPLER[sampling]}, {ADJACENCY[sampling]}"
     out.print(f"{deployment.name}: epsilon of each level after {pluralize(deployment.rounds)} ({basis})")
     rows = table(("level",), ("q", "z", "weight", "delta", "ε RDP", "ε PLD", "budget"))
     for number, level in enumerate(levels):

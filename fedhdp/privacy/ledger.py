@@ -169,24 +169,17 @@ class Ledger(LedgerFile):
             InvalidValueError: If a value is out of range.
             LedgerError: If the group has a smaller budget already: a budget is lowered, never raised.
         """
-        require(group not in ("", SERVER), "group", group, f"a name, and not {SERVER!r}")
         budget = Budget(epsilon, delta)
         with self._transaction():
-            self._db.execute("INSERT OR IGNORE INTO groups VALUES (?, 0, 0, NULL, NULL)", (group,))
-            previous = self.budget(group)
-            if previous and not (epsilon <= previous.epsilon and delta <= previous.delta):
-                raise LedgerError(
-                    f"{self.path}: group {group!r} was promised {previous}, which cannot become {budget}",
-                    "budget",
-                    budget,
-                )
-            self._db.execute("UPDATE groups SET epsilon = ?, delta = ? WHERE name = ?", (epsilon, delta, group))
+            self._set_budget(group, budget)
 
     def lower_budget(self, group: str, budget: Budget) -> None:
         """Give a group this budget, or keep the epsilon or delta that it was promised where that is smaller."""
-        previous = self.budget(group) if group in self.groups() else None
-        epsilons, deltas = zip(*((b.epsilon, b.delta) for b in (budget, previous) if b is not None), strict=True)
-        self.promise(group, min(epsilons), min(deltas))
+        with self._transaction():
+            previous = self.budget(group) if group in self.groups() else None
+            if previous is not None:
+                budget = Budget(min(budget.epsilon, previous.epsilon), min(budget.delta, previous.delta))
+            self._set_budget(group, budget)
 
     def register(self, client: str, group: str) -> str:
         """Register a client, by its identity, for a group that it chooses, durably.
@@ -263,6 +256,16 @@ class Ledger(LedgerFile):
         if row is None:
             raise LedgerError(f"{self.path}: there is no group {group!r}", "group", group)
         return row[0], row[1]
+
+    def _set_budget(self, group: str, budget: Budget) -> None:
+        require(group not in ("", SERVER), "group", group, f"a name, and not {SERVER!r}")
+        self._db.execute("INSERT OR IGNORE INTO groups VALUES (?, 0, 0, NULL, NULL)", (group,))
+        previous = self.budget(group)
+        if previous and not (budget.epsilon <= previous.epsilon and budget.delta <= previous.delta):
+            message = f"{self.path}: group {group!r} was promised {previous}, which cannot become {budget}"
+            raise LedgerError(message, "budget", budget)
+        query = "UPDATE groups SET epsilon = ?, delta = ? WHERE name = ?"
+        self._db.execute(query, (budget.epsilon, budget.delta, group))
 
     def _is_affordable(self, group: str, cost: PrivacyCost) -> bool:
         budget = self.budget(group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 import sys
 import warnings
@@ -55,7 +56,7 @@ def test_the_json_is_the_optimum_with_the_baselines_and_nothing_else(ask):
     assert [group["name"] for group in answer["groups"]] == ["open", "private"]
     assert {"weight", "pull", "pull_own_noise", "client_mse"} <= set(answer["groups"][0])
     assert [group["weight"] for group in answer["groups"]] == [1.0, lr.optimal_weights(problem)[1]]
-    assert [group["pull_own_noise"] for group in answer["groups"]] == lr.own_noise_pulls(problem).tolist()
+    assert [float(group["pull_own_noise"]) for group in answer["groups"]] == lr.own_noise_pulls(problem).tolist()
     expected = optimum(problem).baselines["hdp_fedavg"].server_variance
     assert answer["baselines"]["hdp_fedavg"]["server_variance"] == expected
 
@@ -73,10 +74,10 @@ def test_a_group_may_have_colons_in_its_name(ask):
 
 
 LIMITS = {
-    "no noise and clients alike: the global model itself": (["a:5:0", "b:5:0"], "0", [None, None], 0.1),
+    "no noise and clients alike: the global model itself": (["a:5:0", "b:5:0"], "0", [math.inf, math.inf], 0.1),
     "one client alone, private: its own estimate": (["a:1:0.5"], "0.25", [0.0], 1.75),
     "infinite noise: weight 0, the others' estimate": (["a:5:0", "b:5:inf"], "0.25", [4.0, 2.0], 0.25),
-    "infinite noise everywhere: everyone alone": (["a:5:inf", "b:5:inf"], "0.25", [0.0, 0.0], None),
+    "infinite noise everywhere: everyone alone": (["a:5:inf", "b:5:inf"], "0.25", [0.0, 0.0], math.inf),
     "noise that overflows is infinite": (["a:5:0", "b:1000:1e308"], "0.25", [4.0, 2.0], 0.25),
 }
 
@@ -87,8 +88,8 @@ def test_limits_are_answers_in_valid_json(ask, groups, tau2, pulls, variance):
     code, out, err = ask("optimum", *options, "--alpha2", "1", "--tau2", tau2, "--json")
     answer = only_json(out)
     assert (code, err) == (0, "")
-    assert [group["pull_own_noise"] for group in answer["groups"]] == pytest.approx(pulls)
-    assert answer["server_variance"] == pytest.approx(variance)
+    assert [float(group["pull_own_noise"]) for group in answer["groups"]] == pytest.approx(pulls)
+    assert float(answer["server_variance"]) == pytest.approx(variance)
     assert ask("optimum", *options, "--alpha2", "1", "--tau2", tau2)[0] == 0
 
 

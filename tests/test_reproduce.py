@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from fedhdp.cli import main
 from fedhdp.cli._progress import ProgressDisplay
-from fedhdp.experiments.components import Femnist, Handwriting, Mlp, Mnist
+from fedhdp.experiments.components import FemnistConfig, HandwritingConfig, MlpConfig, MnistConfig
 from fedhdp.experiments.config import from_toml, to_toml
 from fedhdp.experiments.runner import Interrupted
 from fedhdp.privacy.accounting import gaussian_epsilon
@@ -35,7 +35,7 @@ from fedhdp.results import store as results
 from fedhdp.results.schema import GroupResult, Summary, VariantResult
 
 ALL = [*TABLES, "levels"]
-SMALL = Handwriting(40, samples=5, test_samples=2, server_test=50)
+SMALL = HandwritingConfig(40, samples=5, test_samples=2, server_test=50)
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def small(part: Part) -> Part:
     data = replace(SMALL, split="skewed" if part.experiment.name.startswith("skewed") else "one_digit")
     changes = {
         "data": replace(data, validation=getattr(chosen.data, "validation", 0.0)),
-        "model": Mlp(hidden=8),
+        "model": MlpConfig(hidden=8),
         "mechanism": replace(chosen.mechanism, groups=groups),
         "training": replace(chosen.training, epochs=1, batch_size=5),
         "evaluate_every": 2,
@@ -189,22 +189,22 @@ def test_data_is_the_papers_where_it_is_there_and_else_the_nearest(monkeypatch):
     monkeypatch.setattr(paper, "load_arrays", lambda name: {})
     monkeypatch.setattr(paper, "load_femnist", lambda origin, classes: SimpleNamespace(clients=there[origin]))
     found = {name: paper.choose_data(table.choices, "auto") for name, table in TABLES.items()}
-    assert found["noniid-mnist"] == Mnist(2000)
-    assert found["skewed-mnist"] == Mnist(2000, split="skewed")
-    assert found["fmnist"] == Mnist(836, split="by_writer")
-    assert found["femnist"] == Femnist(330, "330")
+    assert found["noniid-mnist"] == MnistConfig(2000)
+    assert found["skewed-mnist"] == MnistConfig(2000, split="skewed")
+    assert found["fmnist"] == MnistConfig(836, split="by_writer")
+    assert found["femnist"] == FemnistConfig(330, "330")
     assert "substitute" not in paper.stands_for(TABLES["noniid-mnist"], found["noniid-mnist"])
     for name in ("fmnist", "femnist"):
         assert "a substitute for TFF's federated EMNIST" in paper.stands_for(TABLES[name], found[name])
         groups = paper.groups_of(TABLES[name], found[name])
         assert sum(group.clients * group.sampling_rate for group in groups) == pytest.approx(100, abs=0.1)
     there["330"] = 150
-    assert paper.choose_data(TABLES["femnist"].choices, "writers") == Femnist(150, "330")
+    assert paper.choose_data(TABLES["femnist"].choices, "writers") == FemnistConfig(150, "330")
     present |= {"femnist-leaf"}
-    assert paper.choose_data(TABLES["femnist"].choices, "auto") == Femnist(3400, "leaf")
+    assert paper.choose_data(TABLES["femnist"].choices, "auto") == FemnistConfig(3400, "leaf")
     present |= {"emnist-tff"}
-    assert paper.choose_data(TABLES["fmnist"].choices, "auto") == Femnist(3383, "tff", 10)
-    assert "substitute" not in paper.stands_for(TABLES["fmnist"], Femnist(3383, "tff", 10))
+    assert paper.choose_data(TABLES["fmnist"].choices, "auto") == FemnistConfig(3383, "tff", 10)
+    assert "substitute" not in paper.stands_for(TABLES["fmnist"], FemnistConfig(3383, "tff", 10))
 
 
 # rows of our own
@@ -317,7 +317,7 @@ def test_a_folder_of_parts_that_cannot_be_compared_is_not_drawn(tmp_path):
     made_up(tmp_path, "noniid-mnist", 2, "dp-fedavg,pld,chosen-pull")  # what they may differ in, they do
     assert paper_tables.compare(tmp_path, "noniid-mnist").seeds == (0, 1)
     for folder in ("seed-1/paper", "seed-0/pld"):
-        path = tmp_path / folder / results.EXPERIMENT
+        path = tmp_path / folder / results.EXPERIMENT_FILE
         whole = path.read_text()
         path.write_text(whole.replace("rounds = 500", "rounds = 400"))
         with pytest.raises(
@@ -391,7 +391,7 @@ def test_rows_and_pulls_can_be_added_to_what_is_there(toy, tmp_path, monkeypatch
     before = {(line["key"]["row"], line["key"]["pull"]): line["cells"] for line in alone["lines"]}
     assert lines[names[0], 0.05] == before[names[0], 0.05]
     # The global model of DP-FedAvg was trained twice, once for each pull: its number is the mean of both.
-    second = msgspec.json.decode((out / "seed-0/paper.2/summary.json").read_bytes(), type=Summary)
+    second = results.read_value(out / "seed-0/paper.2/summary.json", Summary)
     (twice,) = [100 * v.server_accuracy for v in second.variants if v.algorithm == "dp_fedavg"]
     assert lines[names[0], None]["acc_g"]["mean"] == pytest.approx(
         (before[names[0], None]["acc_g"]["mean"] + twice) / 2
@@ -449,7 +449,7 @@ def test_without_pulls_there_are_global_models_alone(toy, tmp_path, monkeypatch,
     assert all({"acc_g", "acc_g_p"} <= line.cells.keys() for line in found.lines)
     assert not any(column.startswith("acc_l") for line in found.lines for column in line.cells)
     assert not any("λ" in handle.get_label() for handle in paper_figures._legend(found))
-    trained = msgspec.json.decode((out / "seed-0/chosen-pull/summary.json").read_bytes(), type=Summary)
+    trained = results.read_value(out / "seed-0/chosen-pull/summary.json", Summary)
     assert [variant.name for variant in trained.variants] == ["FedHDP r=0.01", "FedHDP r=0.025"]
     personal = [order for order in found.orderings if order.claim.startswith("personal models")]
     assert [order.verdict for order in personal] == ["not measured"]
@@ -523,8 +523,8 @@ def made_up(
             variants.append(result)
         folder = out / part.folder
         folder.mkdir(parents=True)
-        (folder / results.EXPERIMENT).write_text(to_toml(chosen))
-        results.write_value(folder / results.SUMMARY, Summary(chosen.name, 2.0, variants))
+        (folder / results.EXPERIMENT_FILE).write_text(to_toml(chosen))
+        results.write_value(folder / results.SUMMARY_FILE, Summary(chosen.name, 2.0, variants))
     return out
 
 
@@ -621,7 +621,7 @@ def test_epsilons_that_a_run_could_not_know_are_computed_when_the_table_is_made(
 
 
 def test_without_an_accountant_a_table_says_that_epsilons_are_not_known(tmp_path, monkeypatch):
-    monkeypatch.setattr(paper_runs, "ACCOUNTING", False)
+    monkeypatch.setattr(paper_runs, "is_accounting_installed", lambda: False)
     found = paper_tables.compare(made_up(tmp_path, "noniid-mnist", 1, "fedhdp:0.01"), "noniid-mnist")
     assert found.prices[0].epsilon is None
     assert "ε private: not known without dp-accounting [FedHDP r=0.01]" in paper_writing.footnotes(found)

@@ -52,9 +52,9 @@ def plan(
         print_json(answer)
     elif toml:
         from fedhdp.experiments.config import to_toml
-        from fedhdp.experiments.planned import planned
+        from fedhdp.experiments.presets import plan_experiment
 
-        print(to_toml(planned(answer)), end="")
+        print(to_toml(plan_experiment(answer)), end="")
     else:
         _print(answer)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from fedhdp.experiments.components import Data
+from fedhdp.experiments.components import DataConfig
 from fedhdp.experiments.config import Experiment, GroupConfig, MechanismConfig, Variant
 from fedhdp.experiments.presets import OPTED_OUT, PRIVATE
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Sampling
@@ -55,7 +55,7 @@ OURS = {
 }
 
 
-def own_part(name: str, data: Data, personal: bool = True, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
+def own_part(name: str, data: DataConfig, personal: bool = True, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
     """One row of our own as an experiment."""
     own, table = OURS[name], paper.TABLES[BASE]
     opted_out, private = paper.groups_of(table, data)
@@ -88,7 +88,7 @@ LEVELS = {  # name, share of the clients, noise multiplier
 }
 
 
-def levels_part(name: str, data: Data, sampling: Sampling, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
+def levels_part(name: str, data: DataConfig, sampling: Sampling, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
     """Several privacy levels as an experiment: the baselines, and FedHDP with shared noise and with noise per group."""
     table = paper.TABLES[BASE]
     groups = tuple(

@@ -51,12 +51,12 @@ def this_machine(command: str) -> Machine:
 
 def done(out: Path, part: Part) -> bool:
     """Whether a part has been run to its end."""
-    return (out / part.folder / results.SUMMARY).exists()
+    return (out / part.folder / results.SUMMARY_FILE).exists()
 
 
 def begun(out: Path, part: Part) -> bool:
     """Whether a part has been begun."""
-    return (out / part.folder / results.EXPERIMENT).exists()
+    return (out / part.folder / results.EXPERIMENT_FILE).exists()
 
 
 def refuse_what_is_not_ours(out: Path) -> None:
@@ -64,7 +64,7 @@ def refuse_what_is_not_ours(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file: name a folder")
     if out.is_dir() and any(out.iterdir()) and not any(out.glob("seed-*")):
-        what = "holds a run" if (out / results.EXPERIMENT).exists() else "is not empty, and holds no table"
+        what = "holds a run" if (out / results.EXPERIMENT_FILE).exists() else "is not empty, and holds no table"
         raise ValueError(f"--out {out} {what}: name another folder")
 
 
@@ -79,7 +79,7 @@ def mixed(one: Experiment, other: Experiment) -> list[str]:
 def fitted(out: Path, parts: Iterable[Part]) -> list[Part]:
     """The parts as a folder has them: what was begun there goes on, and what it lacks of a part is one more."""
     asked = list(parts)
-    for path in sorted(out.glob(f"seed-*/*/{results.EXPERIMENT}")):
+    for path in sorted(out.glob(f"seed-*/*/{results.EXPERIMENT_FILE}")):
         there = from_toml(path.read_text(encoding="utf-8"), str(path))
         for part in asked:
             table = part.experiment.name.partition("/")[0]
@@ -93,7 +93,7 @@ def _fitted(out: Path, part: Part) -> list[Part]:
     found, lacking = [], {variant.name: variant for variant in part.experiment.variants}
     here, number = part, 1
     while begun(out, here):
-        path = out / here.folder / results.EXPERIMENT
+        path = out / here.folder / results.EXPERIMENT_FILE
         there = from_toml(path.read_text(encoding="utf-8"), str(path))
         same_name = [lacking.pop(variant.name, variant) for variant in there.variants]
         _refuse_other(path.parent, _differences(there, replace(part.experiment, variants=tuple(same_name))))

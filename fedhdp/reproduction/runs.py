@@ -18,11 +18,11 @@ from msgspec.structs import replace
 from fedhdp.experiments.config import Experiment, from_toml
 from fedhdp.experiments.presets import OPTED_OUT, PRIVATE
 from fedhdp.mechanism import Mechanism
-from fedhdp.privacy.accounting import compose, privacy_costs
+from fedhdp.privacy.accounting import compose, is_accounting_installed, privacy_costs
 from fedhdp.reproduction.extensions import LEVELS, OURS, Own
 from fedhdp.reproduction.runner import MACHINE, MORE, Machine, mixed
 from fedhdp.results import store as results
-from fedhdp.results.schema import ACCOUNTING, GroupResult, Summary, VariantResult, account_groups
+from fedhdp.results.schema import GroupResult, Summary, VariantResult, account_groups
 
 SHORT = {PRIVATE: "p", OPTED_OUT: "np"}
 EVERYBODY = {"non_private": "np", "dp_fedavg": "p"}  # the paper has one column for all clients of these
@@ -65,7 +65,7 @@ class Priced(msgspec.Struct, frozen=True):
 def read_runs(out: Path, table: str) -> tuple[list[Run], list[str]]:
     """The parts of a table that are done, and the names of those that are not."""
     found, unfinished, first_of = [], [], dict[str, Experiment]()
-    for path in sorted(out.glob(f"seed-*/*/{results.EXPERIMENT}"), key=lambda path: _order(*_place(path))):
+    for path in sorted(out.glob(f"seed-*/*/{results.EXPERIMENT_FILE}"), key=lambda path: _order(*_place(path))):
         folder = path.parent
         experiment = from_toml(path.read_text(encoding="utf-8"), str(path))
         part = folder.name.partition(MORE)[0]
@@ -76,11 +76,11 @@ def read_runs(out: Path, table: str) -> tuple[list[Run], list[str]]:
             if differing := mixed(experiment, other):
                 said = f"{', '.join(differing)} differ from what {other.name} of seed {other.seed} has"
                 raise ValueError(f"{folder} cannot stand in one table with the rest of {out}: {said}")
-        if not (folder / results.SUMMARY).exists():
+        if not (folder / results.SUMMARY_FILE).exists():
             unfinished.append(f"{folder.parent.name}/{folder.name}")
             continue
         machine = results.read_value(folder / MACHINE, Machine) if (folder / MACHINE).exists() else None
-        summary = results.read_value(folder / results.SUMMARY, Summary)
+        summary = results.read_value(folder / results.SUMMARY_FILE, Summary)
         found.append(Run(_place(path)[0], part, experiment, summary, machine))
     return found, unfinished
 
@@ -192,14 +192,14 @@ def _prices(run: Run, mechanism: Mechanism, result: VariantResult) -> list[Price
     """What the groups of a variant paid; a run made without an accountant is priced here, where there is one."""
     groups, spent, found = result.groups, privacy_costs(mechanism, result.rounds), []
     poisson = privacy_costs(replace(mechanism, sampling="poisson"), result.rounds)
-    if ACCOUNTING and any(group.epsilon is None and not group.opted_out for group in groups):
+    if is_accounting_installed() and any(group.epsilon is None and not group.unprotected for group in groups):
         groups = account_groups(mechanism, lambda name: [spent[name]], run.experiment.delta_of)
     for group in groups:
-        if group.opted_out:
+        if group.unprotected:
             continue
         paid = (group.epsilon, group.epsilon_pld, group.epsilon_basis or "not known without dp-accounting")
         other: tuple[float | None, float | None] = (None, None)
-        if ACCOUNTING and mechanism.sampling == "fixed":
+        if is_accounting_installed() and mechanism.sampling == "fixed":
             delta = run.experiment.delta_of(group.name)
             other = (compose([poisson[group.name]], delta), compose([poisson[group.name]], delta, "pld"))
         found.append(Priced(run.part, (), group.name, *paid, *other))

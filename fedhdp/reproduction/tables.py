@@ -18,7 +18,15 @@ from msgspec.structs import replace
 from fedhdp.client import LocalTraining
 from fedhdp.datasets import FemnistOrigin, is_available, load_arrays, load_femnist
 from fedhdp.errors import require
-from fedhdp.experiments.components import Cnn, Data, Femnist, Handwriting, Mlp, Mnist, ModelChoice
+from fedhdp.experiments.components import (
+    CnnConfig,
+    DataConfig,
+    FemnistConfig,
+    HandwritingConfig,
+    MlpConfig,
+    MnistConfig,
+    ModelConfig,
+)
 from fedhdp.experiments.config import Experiment, GroupConfig, MechanismConfig, Variant
 from fedhdp.experiments.presets import OPTED_OUT, PAPER_TRAINING, PRIVATE
 from fedhdp.mechanism import AdaptiveClip, Sampling
@@ -61,7 +69,7 @@ class Choice(NamedTuple):
 
     about: str
     sources: tuple[str, ...]  # what must be in the data directory
-    data: Callable[[], Data]
+    data: Callable[[], DataConfig]
 
 
 class PaperTable(NamedTuple):
@@ -76,7 +84,7 @@ class PaperTable(NamedTuple):
     clip: float
     training: LocalTraining
     choices: dict[str, Choice]  # the paper's own data first, then by nearness
-    model: ModelChoice = Mlp()
+    model: ModelConfig = MlpConfig()
 
 
 class Options(NamedTuple):
@@ -104,31 +112,35 @@ class Part(NamedTuple):
         return f"seed-{self.seed}/{self.name}"
 
 
-def _all_there(origin: FemnistOrigin, classes: Literal[10, 62], most: int) -> Femnist:
-    return Femnist(min(most, load_femnist(origin, classes).num_clients), origin, classes)
+def _all_there(origin: FemnistOrigin, classes: Literal[10, 62], most: int) -> FemnistConfig:
+    return FemnistConfig(min(most, load_femnist(origin, classes).num_clients), origin, classes)
 
 
 def _one_digit(split: Literal["one_digit", "skewed"]) -> dict[str, Choice]:
     return {
-        "mnist": Choice("MNIST", ("mnist",), lambda: Mnist(2000, split=split)),
-        "handwriting": Choice("the embedded handwriting", (), lambda: Handwriting(2000, test_samples=100, split=split)),
+        "mnist": Choice("MNIST", ("mnist",), lambda: MnistConfig(2000, split=split)),
+        "handwriting": Choice(
+            "the embedded handwriting", (), lambda: HandwritingConfig(2000, test_samples=100, split=split)
+        ),
     }
 
 
 def _by_writer(classes: Literal[10, 62], clients: int, writers: Choice) -> dict[str, Choice]:
     return {
-        "tff": Choice("TFF's federated EMNIST", ("emnist-tff",), lambda: Femnist(clients, "tff", classes)),
+        "tff": Choice("TFF's federated EMNIST", ("emnist-tff",), lambda: FemnistConfig(clients, "tff", classes)),
         "leaf": Choice("LEAF's FEMNIST", ("femnist-leaf",), lambda: _all_there("leaf", classes, clients)),
         "writers": writers,
         "handwriting": Choice(
             "the embedded handwriting in the sizes of TFF's clients",
             (),
-            lambda: Handwriting(clients, split="by_writer", classes=classes, sizes="tff"),
+            lambda: HandwritingConfig(clients, split="by_writer", classes=classes, sizes="tff"),
         ),
     }
 
 
-MNIST_WRITERS = Choice("MNIST by its 836 writers", ("mnist", "mnist-writers"), lambda: Mnist(836, split="by_writer"))
+MNIST_WRITERS = Choice(
+    "MNIST by its 836 writers", ("mnist", "mnist-writers"), lambda: MnistConfig(836, split="by_writer")
+)
 FEMNIST_WRITERS = Choice("real writers of FEMNIST", ("femnist-330",), lambda: _all_there("330", 62, 330))
 SLOWER = LocalTraining(epochs=50, batch_size=20, learning_rate=0.01, decay=0.9, decay_every=50)
 STEADY = LocalTraining(epochs=25, batch_size=20, learning_rate=0.02)
@@ -140,7 +152,7 @@ TABLES = {
     "noniid-mnist": PaperTable("non-IID MNIST: clients hold one digit each", *NONIID),
     "skewed-mnist": PaperTable("skewed non-IID MNIST: those who opted out all hold a 7", *SKEWED),
     "fmnist": PaperTable("FMNIST: digits by their writers", *FMNIST),
-    "femnist": PaperTable("FEMNIST: digits and letters by their writers", *FEMNIST, model=Cnn()),
+    "femnist": PaperTable("FEMNIST: digits and letters by their writers", *FEMNIST, model=CnnConfig()),
 }
 
 
@@ -174,7 +186,7 @@ def row_named(name: str) -> Row | None:
     return row if row is None or 0 <= (row.weight or 0.0) < math.inf else None
 
 
-def choose_data(choices: dict[str, Choice], asked: str) -> Data:
+def choose_data(choices: dict[str, Choice], asked: str) -> DataConfig:
     """The data by its name, or the nearest to the paper's that is there."""
     known = ", ".join(["auto", *choices])
     require(asked == "auto" or asked in choices, "--data", asked, f"one of {known} for this table")
@@ -185,10 +197,10 @@ def choose_data(choices: dict[str, Choice], asked: str) -> Data:
     return choices[asked].data()
 
 
-def stands_for(table: PaperTable, data: Data) -> str:
+def stands_for(table: PaperTable, data: DataConfig) -> str:
     """What the data is, and where it is not the paper's, that it is a substitute."""
-    kinds = {Handwriting: "handwriting", Mnist: "writers" if "writers" in table.choices else "mnist"}
-    origin = {"330": "writers"}.get(data.origin, data.origin) if isinstance(data, Femnist) else kinds[type(data)]
+    kinds = {HandwritingConfig: "handwriting", MnistConfig: "writers" if "writers" in table.choices else "mnist"}
+    origin = {"330": "writers"}.get(data.origin, data.origin) if isinstance(data, FemnistConfig) else kinds[type(data)]
     about = f"{table.choices[origin].about}, {data.clients:,} clients"
     if origin == next(iter(table.choices)) and data.clients == table.clients:
         return about
@@ -196,7 +208,7 @@ def stands_for(table: PaperTable, data: Data) -> str:
     return f"{about}; a substitute for {papers}, {table.clients:,} clients, which the paper has"
 
 
-def groups_of(table: PaperTable, data: Data) -> tuple[GroupConfig, GroupConfig]:
+def groups_of(table: PaperTable, data: DataConfig) -> tuple[GroupConfig, GroupConfig]:
     """5% of the clients opted out; where clients are fewer than the paper's, as many of them come to a round."""
     rate = table.sampling_rate if data.clients == table.clients else min(1.0, round(COHORT / data.clients, 4))
     opted_out = max(1, round(OPTED_OUT_SHARE * data.clients))
@@ -219,7 +231,7 @@ def variants_of(rows: Iterable[Row], pulls: Iterable[float] = PULLS) -> tuple[Va
 
 
 def experiment(
-    name: str, part: str, data: Data, mechanism: MechanismConfig, variants: tuple[Variant, ...], **others: object
+    name: str, part: str, data: DataConfig, mechanism: MechanismConfig, variants: tuple[Variant, ...], **others: object
 ) -> Experiment:
     """A part of a table: the paper's training, rounds and all else that no row changes."""
     table = TABLES.get(name, TABLES["noniid-mnist"])
@@ -244,7 +256,7 @@ def as_asked(experiment: Experiment, options: Options) -> Experiment:
 
 
 def paper_part(
-    name: str, rows: list[Row], data: Data, sampling: Sampling, pulls: Iterable[float] = PULLS, **others: object
+    name: str, rows: list[Row], data: DataConfig, sampling: Sampling, pulls: Iterable[float] = PULLS, **others: object
 ) -> Experiment:
     """All of the paper's rows that are asked for, in one experiment."""
     table = TABLES[name]

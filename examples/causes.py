@@ -54,7 +54,7 @@ class UniformCohorts(Simulation):
 
     def draw_cohort(self, round: int) -> np.ndarray:
         """Who is asked; the round's numbers follow who came."""
-        count = int(self.mechanism.expected_cohort)
+        count = int(self.mechanism.expected_cohort_size())
         drawn = np.random.default_rng([self.seed, 100, round]).choice(self.data.num_clients, count, replace=False)
         came_G = np.bincount(self.group_K[drawn], minlength=len(self.mechanism.groups))
         terms = [

@@ -1,49 +1,59 @@
-"""FedHDP and its special cases: each takes the mechanism that clients chose and returns the one that is run.
+"""FedHDP and its special cases. Each takes the mechanism that the clients chose and returns the mechanism that is run.
 
-There is one code path. A baseline is FedHDP with other numbers, so comparisons differ in those numbers alone.
+There is one code path: a baseline is FedHDP with other numbers, so that comparisons differ in those numbers alone.
+
+| algorithm     | noise multiplier of group j | weight r_j | pull λ_j | clip               |
+| ------------- | --------------------------- | ---------- | -------- | ------------------ |
+| `fedhdp`      | z_j                         | r_j        | λ_j      | as chosen          |
+| `hdp_fedavg`  | z_j                         | 1          | λ_j      | as chosen          |
+| `dp_fedavg`   | max_i z_i, shared           | 1          | λ_j      | as chosen          |
+| `non_private` | 0                           | 1          | λ_j      | without bit noise  |
+| `local_only`  | 0                           | 0          | 0        | fixed              |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
+from msgspec.structs import replace
 
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
-
-replace = msgspec.structs.replace
-
-
-def _with_groups(mechanism: Mechanism, change: Callable[[PrivacyGroup], PrivacyGroup], **others: object) -> Mechanism:
-    return replace(mechanism, groups=tuple(change(group) for group in mechanism.groups), **others)
+from fedhdp.mechanism import AdaptiveClip, Mechanism
 
 
 def fedhdp(mechanism: Mechanism) -> Mechanism:
-    """Each group its own noise and its own weight."""
+    """FedHDP: each group has its own noise multiplier z_j and its own weight r_j.
+
+    update = (Σ_j r_j Σ_{i∈j} clipped_i + noise) / Σ_j r_j q_j N_j
+    """
     return mechanism
 
 
 def hdp_fedavg(mechanism: Mechanism) -> Mechanism:
-    """Each group its own noise, every update the same weight."""
-    return _with_groups(mechanism, lambda group: replace(group, weight=1.0))
+    """HDP-FedAvg: each group has its own noise multiplier z_j; every update has weight 1."""
+    groups = tuple(replace(group, weight=1.0) for group in mechanism.groups)
+    return replace(mechanism, groups=groups)
 
 
 def dp_fedavg(mechanism: Mechanism) -> Mechanism:
-    """Every group the strictest group's noise, added once, every update the same weight."""
-    change = lambda group: replace(group, weight=1.0, noise_multiplier=mechanism.max_noise_multiplier)  # noqa: E731
-    return _with_groups(mechanism, change, noise="shared")
+    """DP-FedAvg: every group has the largest noise multiplier, max_j z_j, added once; every update has weight 1."""
+    strictest = mechanism.max_noise_multiplier
+    groups = tuple(replace(group, weight=1.0, noise_multiplier=strictest) for group in mechanism.groups)
+    return replace(mechanism, groups=groups, noise="shared")
 
 
 def non_private(mechanism: Mechanism) -> Mechanism:
-    """No noise at all, every update the same weight."""
-    clip = replace(mechanism.clip, bit_noise_stddev=0.0) if isinstance(mechanism.clip, AdaptiveClip) else mechanism.clip
-    return _with_groups(mechanism, lambda group: replace(group, weight=1.0, noise_multiplier=0.0), clip=clip)
+    """Non-Private: no noise on updates or clip bits; every update has weight 1. It protects nobody."""
+    clip = mechanism.clip
+    if isinstance(clip, AdaptiveClip):
+        clip = replace(clip, bit_noise_stddev=0.0)
+    groups = tuple(replace(group, weight=1.0, noise_multiplier=0.0) for group in mechanism.groups)
+    return replace(mechanism, groups=groups, clip=clip)
 
 
 def local_only(mechanism: Mechanism) -> Mechanism:
-    """Nothing reaches the server, bits for its clip neither: every client trains its personal model alone."""
-    change = lambda group: replace(group, weight=0.0, pull=0.0)  # noqa: E731
-    return _with_groups(non_private(mechanism), change, clip=mechanism.initial_clip)
+    """Local training: weight 0 and a fixed clip, so that nothing reaches the server; personal models have pull 0."""
+    groups = tuple(replace(group, weight=0.0, noise_multiplier=0.0, pull=0.0) for group in mechanism.groups)
+    return replace(mechanism, groups=groups, clip=mechanism.initial_clip)
 
 
 ALGORITHMS: dict[str, Callable[[Mechanism], Mechanism]] = {

@@ -1,20 +1,28 @@
-"""The promise, as frozen values: which privacy each group of clients chose, and what the server owes them for it.
+"""The privacy promise as frozen values: which privacy each group of clients chose, and the noise that it requires.
 
-The server obeys a ``Mechanism``, accounting prices it, the ledger records it, the report prints it. Every quantity that
-matters for privacy is computed here and nowhere else.
+The server obeys a ``Mechanism``, accounting prices it, the ledger records it, the report prints it. What a group's epsilon
+depends on is computed here and nowhere else: who is sampled with which probability, how far one client moves each released
+sum, and how much noise each sum gets. Accounting composes these numbers over rounds; the engine rounds the norms of updates
+up, so that no clipped update is longer than the clip.
 
-| paper      | here                          | meaning                                                             |
-| ---------- | ----------------------------- | ------------------------------------------------------------------- |
-| C_j, N_j   | ``PrivacyGroup``, ``clients`` | the clients who chose the same privacy level, and how many they are |
-| z_j        | ``noise_multiplier``          | noise owed to the group for a round's two queries together; 0: opted out |
-| q          | ``sampling_rate``             | the chance that a client takes part in a round                      |
-| r_j        | ``weight``                    | what one update of the group counts for on the server               |
-| lambda_j   | ``pull``                      | how strongly personal models are pulled towards the global one      |
-| S          | ``clip``                      | the norm to which updates are scaled down                           |
-| kappa      | ``AdaptiveClip.quantile``     | the share of updates that the clip should leave whole               |
-| eta_b      | ``AdaptiveClip.learning_rate``| how fast the clip moves                                             |
-| z_b        | ``AdaptiveClip.bit_noise_stddev``    | standard deviation of the noise on the sum of the clip bits         |
-| z_Delta    | ``update_noise_multiplier``         | noise owed to the group for the update alone                        |
+| paper      | name                                | meaning                                                            |
+| ---------- | ----------------------------------- | ------------------------------------------------------------------ |
+| C_j        | ``PrivacyGroup``                    | the clients who chose the same privacy level                       |
+| N_j        | ``PrivacyGroup.clients``            | how many they are                                                  |
+| z_j        | ``noise_multiplier``                | noise multiplier of a round's two queries together; 0: opted out   |
+| q_j        | ``sampling_rate``                   | the probability that a client takes part in a round                |
+| r_j        | ``weight``                          | the weight of one of the group's updates in the sum                |
+| λ_j        | ``pull``                            | how strongly personal models are pulled towards the global one     |
+| S          | ``clip``                            | the norm to which longer updates are scaled                        |
+| κ          | ``AdaptiveClip.quantile``           | the quantile of the update norms that the clip follows             |
+| η_b        | ``AdaptiveClip.learning_rate``      | how fast the clip follows it                                       |
+| σ_b        | ``bit_noise_stddev``                | standard deviation of the noise on the sum of the clip bits        |
+| z_Δj       | ``update_noise_multiplier``         | noise multiplier of the update alone                               |
+| σ          | ``update_noise_stddev``             | standard deviation of the noise on the weighted sum, in clips      |
+| Σ r_j q_j N_j | ``expected_weight``              | the public denominator of the update                               |
+| Σ q_j N_j  | ``expected_cohort_size``            | the public denominator of the clip bits                            |
+| –          | ``l2_sensitivity``                  | how far one client moves the weighted sum, in clips                |
+| –          | ``effective_noise_multiplier``      | the noise multiplier that a group gets: at least z_j               |
 
 Axis letters: G groups.
 """
@@ -27,20 +35,37 @@ from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fedhdp.errors import require
 
 Noise = Literal["shared", "per_group"]
 Sampling = Literal["poisson", "fixed"]
-SERVER = "server"  # the name under which the server's own measurements stand beside the groups'
-MAX_VALUE = 1e9  # of a multiplier, a weight, a pull or a clip: what is far beyond use would only overflow
-MIN_WEIGHT, MIN_CLIP = 1e-15, 1e-9  # so that their noise is never too small for single precision
-FLOAT32_UNIT_ROUNDOFF = 2.0**-24  # a number in single precision is rounded by up to this part of it
-ROUND_UP_FACTOR = 1 + 2.0**-22  # rounding to single precision never leaves less noise than is owed
+SERVER = "server"  # the group name of the server's own metrics
+MAX_VALUE = 1e9  # of a noise multiplier, a weight, a pull or a clip, so that nothing overflows
+MIN_NOISE, MIN_WEIGHT, MIN_CLIP = 1e-6, 1e-15, 1e-9  # so that noise is never too small for single precision
+FLOAT32_UNIT_ROUNDOFF = 2.0**-24  # the largest relative error of rounding to single precision
+ROUND_UP_FACTOR = 1 + 2.0**-22  # so that rounding to single precision never leaves less noise than required
+
+# How many clients' contributions differ between neighbouring data sets: with Poisson sampling a client is added or removed,
+# with cohorts of fixed size one is replaced.
+SENSITIVITY: dict[str, int] = {"poisson": 1, "fixed": 2}
 
 
 class PrivacyGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The clients who chose one privacy level."""
+    """The clients who chose the same privacy level.
+
+    Args:
+        name: Their name in tables; not "server".
+        clients: How many they are.
+        noise_multiplier: Noise over sensitivity for one round, update and clip bit together. 0: they opted out.
+        sampling_rate: The probability that a client takes part in a round.
+        weight: The weight of their updates in the sum, relative to other groups'.
+        pull: How strongly their personal models are pulled towards the global one.
+
+    Raises:
+        InvalidValueError: If a field is out of range.
+    """
 
     name: str
     clients: int
@@ -50,60 +75,76 @@ class PrivacyGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pull: float = 0.05
 
     def __post_init__(self) -> None:
-        named = self.name not in ("", SERVER) and self.name.isprintable()
-        require(named, "name", self.name, f"a name that can be printed, and not {SERVER!r}")
+        printable = self.name not in ("", SERVER) and self.name.isprintable()
+        require(printable, "name", self.name, f"printable, not empty and not {SERVER!r}")
         require(self.clients >= 1, "clients", self.clients, "at least 1")
-        some = self.noise_multiplier == 0 or 1e-6 <= self.noise_multiplier <= MAX_VALUE
-        require(some, "noise_multiplier", self.noise_multiplier, f"0, or finite and from 1e-6 to {MAX_VALUE:g}")
+        noise_ok = self.noise_multiplier == 0 or MIN_NOISE <= self.noise_multiplier <= MAX_VALUE
+        require(noise_ok, "noise_multiplier", self.noise_multiplier, f"0, or between {MIN_NOISE:g} and {MAX_VALUE:g}")
         require(0 <= self.sampling_rate <= 1, "sampling_rate", self.sampling_rate, "between 0 and 1")
-        some = self.weight == 0 or MIN_WEIGHT <= self.weight <= MAX_VALUE
-        require(some, "weight", self.weight, f"0, or finite and from {MIN_WEIGHT:g} to {MAX_VALUE:g}")
-        require(0 <= self.pull <= MAX_VALUE, "pull", self.pull, f"finite and from 0 to {MAX_VALUE:g}")
+        weight_ok = self.weight == 0 or MIN_WEIGHT <= self.weight <= MAX_VALUE
+        require(weight_ok, "weight", self.weight, f"0, or between {MIN_WEIGHT:g} and {MAX_VALUE:g}")
+        require(0 <= self.pull <= MAX_VALUE, "pull", self.pull, f"between 0 and {MAX_VALUE:g}")
 
     @property
     def opted_out(self) -> bool:
-        """Whether these clients asked for no privacy."""
+        """Whether these clients chose no privacy."""
         return self.noise_multiplier == 0
 
 
 class AdaptiveClip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A clip that follows a quantile of the update norms, learnt from noised bits (Andrew et al., 2021)."""
+    """A clip that follows a quantile of the update norms, learnt from noised bits (Andrew et al., 2021).
+
+    Args:
+        initial: The clip of the first round.
+        quantile: The quantile of the update norms that it follows.
+        learning_rate: How fast it follows.
+        bit_noise_stddev: Noise on the sum of the clip bits. None: see ``Mechanism.bit_noise_stddev``.
+
+    Raises:
+        InvalidValueError: If a field is out of range.
+    """
 
     initial: float
     quantile: float = 0.5
     learning_rate: float = 0.2
-    bit_noise_stddev: float | None = None  # None: see Mechanism.bit_noise
+    bit_noise_stddev: float | None = None
 
     def __post_init__(self) -> None:
-        rule = f"finite and from {MIN_CLIP:g} to {MAX_VALUE:g}"
-        require(MIN_CLIP <= self.initial <= MAX_VALUE, "initial", self.initial, rule)
+        in_range = MIN_CLIP <= self.initial <= MAX_VALUE
+        require(in_range, "initial", self.initial, f"between {MIN_CLIP:g} and {MAX_VALUE:g}")
         require(0 <= self.quantile <= 1, "quantile", self.quantile, "between 0 and 1")
         require(0 <= self.learning_rate < math.inf, "learning_rate", self.learning_rate, "finite and at least 0")
         if self.bit_noise_stddev is not None:
-            require(0 <= self.bit_noise_stddev < math.inf, "bit_noise", self.bit_noise_stddev, "finite and at least 0")
+            in_range = 0 <= self.bit_noise_stddev < math.inf
+            require(in_range, "bit_noise_stddev", self.bit_noise_stddev, "finite and at least 0")
 
 
 class RoundParams(NamedTuple):
-    """The numbers of one round, as the server reads them off a mechanism; numbers, so that one program serves all."""
+    """The numbers of one round, for the server. They are arguments of one compiled program, whatever the mechanism."""
 
-    weight_G: np.ndarray
-    pull_G: np.ndarray
-    update_noise_stddev: np.float32  # standard deviation of the noise on the weighted sum, in clips
-    bit_noise_stddev: np.float32  # standard deviation of the noise on the sum of centred bits
+    weight_G: NDArray[np.float32]
+    pull_G: NDArray[np.float32]
+    update_noise_stddev: np.float32  # of the noise on the weighted sum, in clips
+    bit_noise_stddev: np.float32  # of the noise on the sum of centred bits
     expected_weight: np.float32  # the public denominator of the update
-    expected_cohort: np.float32  # the public denominator of the bits
+    expected_cohort_size: np.float32  # the public denominator of the bits
     quantile: np.float32
     clip_learning_rate: np.float32
 
 
 class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which groups there are, what each is owed, and how updates are sampled, clipped, noised and weighed.
+    """The privacy groups, and how updates are sampled, clipped, noised and weighted.
 
-    ``noise``: ``shared`` adds one noise, large enough for the group that is owed most; ``per_group`` adds one for each
-    group, as the paper writes it, so that each group's own sum could be shown too. ``sampling``: ``poisson`` draws every
-    client by its own coin and divides by how many are expected; ``fixed`` has cohorts of fixed size, as the paper, of each
-    group its share, divided by how many came. Groups take the clients of a population in order: the first group the first
-    clients.
+    Args:
+        groups: The privacy groups. They take the clients of a data set in order: the first group the first clients.
+        clip: The norm to which updates are clipped, fixed or adaptive.
+        noise: "shared" adds one noise, large enough for the group that requires most. "per_group" adds one noise for each
+            group, as the paper has it, so that each group's own sum could be released too.
+        sampling: "poisson" samples every client independently and divides by the expected cohort. "fixed" samples a fixed
+            number of each group's clients, as the paper has it.
+
+    Raises:
+        InvalidValueError: If a field is out of range, or the clip bits alone cost more than a group's noise multiplier.
     """
 
     groups: tuple[PrivacyGroup, ...]
@@ -112,56 +153,57 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sampling: Sampling = "poisson"
 
     def __post_init__(self) -> None:
-        require(len(self.groups) >= 1, "groups", self.groups, "at least one group")
-        (name, times), *_ = Counter(group.name for group in self.groups).most_common(1)
-        require(times == 1, "groups", name, "groups of different names")
+        require(len(self.groups) >= 1, "groups", self.groups, "one or more")
+        (name, count), *_ = Counter(group.name for group in self.groups).most_common(1)
+        require(count == 1, "groups", name, "of different names")
         require(self.noise in ("shared", "per_group"), "noise", self.noise, "'shared' or 'per_group'")
         require(self.sampling in ("poisson", "fixed"), "sampling", self.sampling, "'poisson' or 'fixed'")
         if not isinstance(self.clip, AdaptiveClip):
-            rule = f"finite and from {MIN_CLIP:g} to {MAX_VALUE:g}"
-            require(MIN_CLIP <= self.clip <= MAX_VALUE, "clip", self.clip, rule)
+            in_range = MIN_CLIP <= self.clip <= MAX_VALUE
+            require(in_range, "clip", self.clip, f"between {MIN_CLIP:g} and {MAX_VALUE:g}")
         half = self.max_noise_multiplier / 2
         if isinstance(self.clip, AdaptiveClip) and half > 0:
-            rule = f"above half the largest noise multiplier ({half:g}), or the bits alone cost more than promised"
-            require(self.bit_noise_stddev > half, "bit_noise", self.bit_noise_stddev, rule)
+            rule = f"above half the largest noise multiplier ({half:g}), or the clip bits alone cost more"
+            require(self.bit_noise_stddev > half, "bit_noise_stddev", self.bit_noise_stddev, rule)
 
     @property
     def clients(self) -> int:
-        """How many clients the population has."""
+        """The number of clients of all groups."""
         return sum(group.clients for group in self.groups)
 
-    def expected_cohort_size(self, group: PrivacyGroup) -> float:
-        """How many of the group's clients come to a round: on average, or always where cohorts are fixed."""
+    def expected_cohort_size(self, group: PrivacyGroup | None = None) -> float:
+        """The number of clients sampled in a round: expected with Poisson sampling, exact with fixed cohorts.
+
+        Args:
+            group: Count this group's clients only. None: all groups'.
+        """
+        if group is None:
+            return sum(self.expected_cohort_size(group) for group in self.groups)
         expected = group.sampling_rate * group.clients
         return expected if self.sampling == "poisson" else round(expected)
 
     def sampling_probability(self, group: PrivacyGroup) -> float:
-        """The chance that a client of the group takes part in a round."""
+        """The probability that a client of the group takes part in a round."""
         return group.sampling_rate if self.sampling == "poisson" else self.expected_cohort_size(group) / group.clients
 
     @property
-    def expected_cohort(self) -> float:
-        """How many clients come to a round."""
-        return sum(self.expected_cohort_size(group) for group in self.groups)
-
-    @property
     def expected_weight(self) -> float:
-        """How much the updates of a round weigh together, Σ_j r_j N_j of the cohort: what their sum is divided by."""
+        """The expected weight of a round's updates together, Σ_j r_j q_j N_j: the public denominator of their sum."""
         return sum(group.weight * self.expected_cohort_size(group) for group in self.groups)
 
     @property
     def sampled_groups(self) -> tuple[PrivacyGroup, ...]:
-        """The groups of which anybody is ever drawn: the others are owed nothing, as nothing of theirs can be seen."""
+        """The groups whose clients can be sampled. The others require no noise, as nothing of theirs is used."""
         return tuple(group for group in self.groups if self.expected_cohort_size(group) > 0)
 
     @property
     def max_noise_multiplier(self) -> float:
-        """The largest noise multiplier that any group of which anybody is drawn was promised."""
+        """The largest noise multiplier of a group that can be sampled."""
         return max((group.noise_multiplier for group in self.sampled_groups), default=0.0)
 
     @property
-    def client_group_indices(self) -> np.ndarray:
-        """The group of each client of the population: the first group has the first clients."""
+    def client_group_indices(self) -> NDArray[np.int32]:
+        """The index of each client's group."""
         return np.repeat(np.arange(len(self.groups), dtype=np.int32), [group.clients for group in self.groups])
 
     @property
@@ -171,70 +213,82 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def bit_noise_stddev(self) -> float:
-        """Noise on the sum of the clip bits; by default a twentieth of the cohort or 2 z, and cheap beside the update."""
+        """Standard deviation of the noise on the sum of the clip bits, 0 with a fixed clip.
+
+        By default a twentieth of the cohort, or twice the largest noise multiplier if that is more: the bits then cost
+        little beside the update.
+        """
         if not isinstance(self.clip, AdaptiveClip):
             return 0.0
         if self.clip.bit_noise_stddev is not None:
             return self.clip.bit_noise_stddev
-        return max(self.expected_cohort / 20, 2 * self.max_noise_multiplier) if self.max_noise_multiplier > 0 else 0.0
+        if self.max_noise_multiplier == 0:
+            return 0.0
+        return max(self.expected_cohort_size() / 20, 2 * self.max_noise_multiplier)
 
     def update_noise_multiplier(self, group: PrivacyGroup) -> float:
-        """The noise owed for the update alone, so that update and clip bit together cost the group's multiplier."""
+        """The noise multiplier of the update alone, z_Δ, such that update and clip bit together have the group's."""
         if group.opted_out or not isinstance(self.clip, AdaptiveClip) or group not in self.sampled_groups:
             return group.noise_multiplier
-        return (group.noise_multiplier**-2 - (2 * self.bit_noise_stddev) ** -2) ** -0.5
+        precision: float = group.noise_multiplier**-2 - (2 * self.bit_noise_stddev) ** -2
+        return float(precision**-0.5)
 
     def l2_sensitivity(self, group: PrivacyGroup) -> float:
-        """How far one client of the group can move the weighted sum, in clips: its weight, and how the sum is rounded.
+        """How far one client of the group can move the weighted sum, in clips: its weight, and the sum's rounding.
 
-        A sum in single precision is rounded at every client, by a part in 2²⁴ of what is summed so far, up or down: with n
-        clients by about √n times as much, which is little unless others weigh far more. As many come as hardly ever do.
+        A sum in single precision is rounded at every client, up or down, by up to 2**-24 of its value. With n clients that
+        adds up to about √n times as much: little, unless others weigh far more. n is a number that is hardly ever exceeded.
         """
         if group.weight == 0:
             return 0.0
-        most = {one: (n := self.expected_cohort_size(one)) + 4 * math.sqrt(n) for one in self.groups}
-        weight = sum(one.weight * clients for one, clients in most.items())
-        return group.weight + math.sqrt(sum(most.values())) * weight * FLOAT32_UNIT_ROUNDOFF
+        sizes = [self.expected_cohort_size(group) for group in self.groups]
+        max_sizes = [size + 4 * math.sqrt(size) for size in sizes]
+        max_weight = sum(group.weight * size for group, size in zip(self.groups, max_sizes, strict=True))
+        return group.weight + math.sqrt(sum(max_sizes)) * max_weight * FLOAT32_UNIT_ROUNDOFF
 
     @property
     def update_noise_stddev(self) -> float:
         """Standard deviation of the noise on the weighted sum of clipped updates, in clips."""
-        owed = [self.l2_sensitivity(group) * self.update_noise_multiplier(group) for group in self.sampled_groups]
-        return max(owed, default=0.0) if self.noise == "shared" else math.hypot(*owed)
+        required = [self.l2_sensitivity(group) * self.update_noise_multiplier(group) for group in self.sampled_groups]
+        return max(required, default=0.0) if self.noise == "shared" else math.hypot(*required)
 
     def effective_noise_multiplier(self, group: PrivacyGroup) -> float:
-        """The noise multiplier that the group really gets for a whole round: never less than it was promised."""
+        """The noise multiplier that the group gets for a round, update and clip bit together: at least its own.
+
+        Returns:
+            0 for a group that opted out, infinity for one that no released sum depends on.
+        """
         if group.weight == 0 and not isinstance(self.clip, AdaptiveClip):
-            return math.inf  # nothing of it is ever seen
+            return math.inf
         if group.opted_out:
             return 0.0
         if group not in self.sampled_groups:
             return math.inf
         if group.weight == 0:
             update = math.inf
+        elif self.noise == "shared":
+            update = self.update_noise_stddev / self.l2_sensitivity(group)
         else:
-            update = (
-                self.update_noise_stddev / self.l2_sensitivity(group)
-                if self.noise == "shared"
-                else self.update_noise_multiplier(group)
-            )
+            update = self.update_noise_multiplier(group)
         bits = 2 * self.bit_noise_stddev if isinstance(self.clip, AdaptiveClip) else math.inf
-        precision = update**-2 + bits**-2
-        return precision**-0.5 if precision > 0 else math.inf
+        precision: float = update**-2 + bits**-2
+        return float(precision**-0.5) if precision > 0 else math.inf
+
+    def accounted_noise_multiplier(self, group: PrivacyGroup) -> float:
+        """The effective noise multiplier over the distance between neighbouring data sets, as accounting takes it."""
+        return self.effective_noise_multiplier(group) / SENSITIVITY[self.sampling]
 
     @property
     def round_params(self) -> RoundParams:
-        """The numbers of one round."""
-        adaptive = (
-            self.clip if isinstance(self.clip, AdaptiveClip) else AdaptiveClip(initial=self.clip, learning_rate=0.0)
-        )
+        """The numbers of one round, in single precision."""
+        clip = self.clip if isinstance(self.clip, AdaptiveClip) else AdaptiveClip(self.initial_clip, learning_rate=0.0)
         return RoundParams(
             weight_G=np.array([group.weight for group in self.groups], np.float32),
             pull_G=np.array([group.pull for group in self.groups], np.float32),
             update_noise_stddev=np.float32(self.update_noise_stddev * ROUND_UP_FACTOR),
             bit_noise_stddev=np.float32(self.bit_noise_stddev * ROUND_UP_FACTOR),
             expected_weight=np.float32(self.expected_weight),
-            expected_cohort=np.float32(self.expected_cohort),
-            quantile=np.float32(adaptive.quantile),
-            clip_learning_rate=np.float32(adaptive.learning_rate),
+            expected_cohort_size=np.float32(self.expected_cohort_size()),
+            quantile=np.float32(clip.quantile),
+            clip_learning_rate=np.float32(clip.learning_rate),
         )

@@ -120,7 +120,7 @@ def private_mean(params: RoundParams, clip: Array, sums: Sums, key: Array) -> tu
     update_P = _ratio(sums.update_P + noise_P, params.expected_weight, 0.0)
 
     noisy_bits = sums.bits + params.bit_noise_stddev * gaussian(key_bits)
-    unclipped = _ratio(noisy_bits, params.expected_cohort, params.quantile - 0.5) + 0.5
+    unclipped = _ratio(noisy_bits, params.expected_cohort_size, params.quantile - 0.5) + 0.5
     next_clip = clip * jnp.exp(-params.clip_learning_rate * (unclipped - params.quantile))
     return update_P, jnp.clip(next_clip, MIN_CLIP, MAX_VALUE)  # at clip 0 there is no noise
 

@@ -133,7 +133,7 @@ class Simulation:
 
     def _expected_slots(self) -> int:
         """How many slots each device needs for all but the rarest cohorts."""
-        expected = self.mechanism.expected_cohort / self.engine.devices
+        expected = self.mechanism.expected_cohort_size() / self.engine.devices
         fixed = self.mechanism.sampling == "fixed" and (not self.training.personalize or self.engine.devices == 1)
         spare = (0 if fixed else 4 * expected**0.5 + 1) + (len(self.engine.shape.sizes) - 1) * self.engine.chunk
         return math.ceil(expected + spare)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from fedhdp.data import FederatedData, examples
 from fedhdp.errors import FedHDPError, InvalidValueError
@@ -31,6 +32,23 @@ def mechanism_of(*groups: tuple[int, float, float], rate: float = 0.5, **others:
     """A mechanism from (clients, noise multiplier, weight) for each group."""
     made = tuple(PrivacyGroup(f"group {i}", n, z, rate, r, pull=0.1 + 0.2 * i) for i, (n, z, r) in enumerate(groups))
     return Mechanism(made, **({"clip": AdaptiveClip(initial=0.3)} | others))  # type: ignore[arg-type]
+
+
+@st.composite
+def mechanisms(draw: st.DrawFn) -> Mechanism:
+    """Any mechanism of one to four groups."""
+    groups = tuple(
+        PrivacyGroup(
+            f"group {i}",
+            draw(st.integers(1, 10_000)),
+            draw(st.sampled_from([0.0, 0.3, 1.0, 1.5, 4.0, 20.0])),
+            draw(st.floats(0.001, 1)),
+            draw(st.sampled_from([0.0, 0.001, 0.1, 1.0, 3.0])),
+        )
+        for i in range(draw(st.integers(1, 4)))
+    )
+    clip = draw(st.sampled_from([0.5, AdaptiveClip(0.5), AdaptiveClip(0.5, bit_noise_stddev=15.0)]))
+    return Mechanism(groups, clip, draw(st.sampled_from(["shared", "per_group"])))
 
 
 @contextlib.contextmanager

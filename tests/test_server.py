@@ -119,7 +119,7 @@ def test_the_clip_comes_to_rest_at_the_quantile_of_the_norms():
 
 def test_noise_is_calibrated_to_the_clip_of_the_round_never_the_next():
     terms = MECHANISM.round_params._replace(clip_learning_rate=np.float32(5.0), bit_noise_stddev=np.float32(0))
-    all_cut = nothing(20_000)._replace(bits=jnp.float32(-MECHANISM.expected_cohort / 2))
+    all_cut = nothing(20_000)._replace(bits=jnp.float32(-MECHANISM.expected_cohort_size() / 2))
     update_P, clip = private_mean(terms, jnp.float32(0.5), all_cut, jax.random.key(1))
     spread = float(jnp.std(update_P)) * float(terms.expected_weight)
     assert spread == pytest.approx(MECHANISM.update_noise_stddev * 0.5, rel=0.03)
@@ -138,7 +138,7 @@ def test_the_bits_get_the_noise_that_was_accounted():
     keys = jax.random.split(jax.random.key(3), 4000)
     _, clip_R = jax.vmap(lambda key: private_mean(terms, jnp.float32(1.0), nothing(1), key))(keys)
     share_R = -np.log(np.asarray(clip_R)) + float(terms.quantile) - 0.5
-    assert share_R.std() * MECHANISM.expected_cohort == pytest.approx(MECHANISM.bit_noise_stddev, rel=0.05)
+    assert share_R.std() * MECHANISM.expected_cohort_size() == pytest.approx(MECHANISM.bit_noise_stddev, rel=0.05)
 
 
 def test_a_zero_update_is_not_divided_by_its_norm():

@@ -61,7 +61,7 @@ def main() -> None:
     seconds = w.time_rounds(asked, run_round)
     trained = simulation.engine.unravel(simulation.global_model())
     parts = [trained["first"]["w"], trained["first"]["b"], trained["rest"]["w"].T, trained["rest"]["b"]]
-    came = round(mechanism.expected_cohort)
+    came = round(mechanism.expected_cohort_size())
     steps = came * training.epochs * -(-work.samples // training.batch_size) * (2 if personal else 1)
     versions = {"fedhdp": fedhdp.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
     device = f"{len(jax.devices())} × {jax.devices()[0].device_kind}"

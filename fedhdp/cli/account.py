@@ -107,8 +107,9 @@ def _answer(
 ) -> dict[str, Any]:
     """An epsilon, or the noise for one, with all that it rests on; infinity stands for an opted-out client's epsilon."""
     from fedhdp.errors import require
+    from fedhdp.mechanism import SENSITIVITY
     from fedhdp.privacy import accounting
-    from fedhdp.privacy.accounting import SENSITIVITY, compose, epsilon_best_of, gaussian_cost
+    from fedhdp.privacy.accounting import compose, epsilon_best_of, gaussian_cost
     from fedhdp.privacy.calibration import min_noise_multiplier, noise_multiplier_for
     from fedhdp.privacy.tuning import format_trials
 

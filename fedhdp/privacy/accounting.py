@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 Accountant = Literal["rdp", "pld"]
 ADJACENCY = {"poisson": "add or remove one client", "fixed": "replace one client"}
 SAMPLER = {"poisson": "Poisson sampling", "fixed": "fixed cohorts without replacement"}
-SENSITIVITY = {"poisson": 1, "fixed": 2}  # L2 sensitivity of a sum to one client, in clips
 FIXED_POPULATION = 10**12  # events hold fixed cohorts' sampling rates as whole numbers: so many clients out of these
 MIN_DIVERGENCE = 1e-15  # a Renyi divergence is never taken to be below what double precision can tell from 0
 MIN_NOISE_MULTIPLIER = 1e-2  # less noise is accounted as none
@@ -131,7 +130,7 @@ def privacy_cost(mechanism: Mechanism, group: PrivacyGroup, rounds: int = 1) -> 
         InvalidValueError: If ``rounds`` is negative.
     """
     require(rounds >= 0, "rounds", rounds, "at least 0")
-    noise_multiplier = mechanism.effective_noise_multiplier(group) / SENSITIVITY[mechanism.sampling]
+    noise_multiplier = mechanism.accounted_noise_multiplier(group)
     return PrivacyCost(noise_multiplier, mechanism.sampling_probability(group), mechanism.sampling, rounds)
 
 

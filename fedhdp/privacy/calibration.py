@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from fedhdp.errors import require
-from fedhdp.mechanism import MAX_VALUE, AdaptiveClip, Mechanism, Noise, PrivacyGroup, Sampling
-from fedhdp.privacy.accounting import MIN_NOISE_MULTIPLIER, SENSITIVITY, Accountant, compose, gaussian_cost
+from fedhdp.mechanism import MAX_VALUE, SENSITIVITY, AdaptiveClip, Mechanism, Noise, PrivacyGroup, Sampling
+from fedhdp.privacy.accounting import MIN_NOISE_MULTIPLIER, Accountant, compose, gaussian_cost
 
 MAX_ROUNDS_PLD = 100_000  # beyond, calibration by PLD takes minutes
 

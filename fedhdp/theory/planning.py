@@ -153,7 +153,7 @@ def with_optimal_weights(mechanism: Mechanism, rounds: int, parameters: int) -> 
 
 def _problem(mechanism: Mechanism, rounds: int, parameters: int) -> linear_regression.Problem:
     """All rounds as the theory's problem, in squared clips over T: a client spreads by q + q^2 T, the noise by d z^2."""
-    rate = mechanism.expected_cohort / mechanism.clients
+    rate = mechanism.expected_cohort_size() / mechanism.clients
     owed = ((g, parameters * mechanism.update_noise_multiplier(g) ** 2) for g in mechanism.groups)
     levels = tuple(linear_regression.Level(g.name, g.clients, noise / g.clients**2) for g, noise in owed)
     return linear_regression.Problem(levels, alpha2=rate, tau2=rate**2 * rounds)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "examples" / "flower_app"))
 from demo import Fleet  # noqa: E402
 from task import MODEL, SIMULATED_LEVELS  # noqa: E402
 
-from fedhdp.datasets.handwriting import handwriting  # noqa: E402
+from fedhdp.datasets import make_handwriting  # noqa: E402
 from fedhdp.flower import Deployment  # noqa: E402
 from fedhdp.results.store import VariantDirectory  # noqa: E402
 from fedhdp.simulation import Simulation, simulate  # noqa: E402
@@ -68,7 +68,7 @@ def time_simulator(clients: int, rounds: int) -> tuple[float, float]:
         simulation.wait()
         completed_at.append(time.monotonic())
 
-    data = handwriting(clients, SAMPLES, SAMPLES // 3, 2000, "by_writer")
+    data = make_handwriting(clients, SAMPLES, SAMPLES // 3, 2000, "by_writer")
     mechanism, training = deployment.mechanism(levels), deployment.training
     simulate(data, MODEL, mechanism, training, rounds=rounds, on_round=record_time)
     return completed_at[0] - started, (completed_at[-1] - completed_at[0]) / (rounds - 1)

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData, examples
-from fedhdp.datasets.tff_sizes import tff_sizes
+from fedhdp.datasets import tff_client_sizes
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, cnn, mlp
 from fedhdp.simulation import Simulation
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="where a round of FEMNIST's shape spends its time")
     given = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-    slower, sizes_K = LocalTraining(learning_rate=0.02), tff_sizes(62, seed=0)[0]
+    slower, sizes_K = LocalTraining(learning_rate=0.02), tff_client_sizes(62, seed=0)[0]
     works = {
         "non-IID MNIST": (noise_images(np.full(2000, 30), 10), mlp(), LocalTraining(), 0.05, 500),
         "FEMNIST": (noise_images(np.full(3400, 200), 62), cnn(), slower, 0.03, 20),

@@ -29,18 +29,18 @@ def measure(clients: int, cohort: int, rounds: int, data: str, personal: bool) -
 
     from fedhdp.client import LocalTraining
     from fedhdp.data import Examples, FederatedData
-    from fedhdp.datasets.handwriting import OnDemand, client_examples, handwriting, server_examples
+    from fedhdp.datasets.handwriting import StreamedHandwriting, client_examples, make_handwriting, server_examples
     from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
     from fedhdp.models import mlp
     from fedhdp.simulation import Simulation
 
     count_K = np.full(clients, SAMPLES, np.int32)
     if data == "pool":
-        pool = handwriting(1000, SAMPLES, 1, 1000)
+        pool = make_handwriting(1000, SAMPLES, 1, 1000)
         start_K = np.arange(clients) % 1000 * SAMPLES
-        train: Examples | OnDemand = Examples(pool.train.x_N, pool.train.y_N, start_K, count_K)  # type: ignore[attr-defined]
+        train: Examples | StreamedHandwriting = Examples(pool.train.x_N, pool.train.y_N, start_K, count_K)  # type: ignore[attr-defined]
     else:
-        train = OnDemand(count_K, client_examples)
+        train = StreamedHandwriting(count_K, client_examples)
     tested_K = np.where(np.arange(clients) % (clients // 1000) == 0, 10, 0)
     from fedhdp.data import examples
 

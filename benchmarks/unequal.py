@@ -18,9 +18,7 @@ import numpy as np
 
 from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData, examples
-from fedhdp.datasets.handwriting import handwriting
-from fedhdp.datasets.mnist import mnist
-from fedhdp.datasets.tff_sizes import tff_sizes
+from fedhdp.datasets import load_mnist, make_handwriting, tff_client_sizes
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import mlp
 from fedhdp.simulation import Simulation
@@ -59,10 +57,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     given = parser.parse_args()
     if given.data == "writers":
-        population = mnist("by_writer")
+        population = load_mnist("by_writer")
     else:
-        sizes, _ = tff_sizes(10, 0)
-        population = handwriting(1000, split="by_writer", sizes=sizes[:1000].tolist(), test_samples=1, server_test=10)
+        sizes, _ = tff_client_sizes(10, 0)
+        population = make_handwriting(
+            1000, split="by_writer", sizes=sizes[:1000].tolist(), test_samples=1, server_test=10
+        )
     count_K = population.train.count_K
     grid = np.unique(np.linspace(count_K.min(), count_K.max(), 7).astype(int))
     each = [seconds(alike(int(size)), given.rounds) / COHORT for size in grid]

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from fedhdp.algorithms import dp_fedavg, non_private
 from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData
-from fedhdp.datasets.mnist import mnist
+from fedhdp.datasets import load_mnist
 from fedhdp.engine.round import RoundParamsBatch
 from fedhdp.mechanism import SERVER, AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, mlp
@@ -131,7 +131,7 @@ def mechanism(weight: float, choice: Choice) -> Mechanism:
 def accuracies(choice: Choice, seed: int, skewed: bool, rounds: int) -> np.ndarray:
     """The four columns for one seed, evaluation by evaluation."""
     split = ("skewed", 2000, 100) if skewed else ("one_digit", 2000, 0)
-    population = choice.change(mnist(*split, choice.samples, 2, seed))  # type: ignore[arg-type]
+    population = choice.change(load_mnist(*split, choice.samples, 2, seed))  # type: ignore[arg-type]
     several = [non_private(mechanism(1.0, choice)), dp_fedavg(mechanism(1.0, choice))]
     several += [mechanism(0.025, choice), mechanism(0.1, choice)]
     simulation = choice.simulation(population, choice.model(), several, choice.training, seed=seed)

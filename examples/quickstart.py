@@ -1,23 +1,24 @@
-"""FedHDP against its baselines in Python: data, promise, algorithms, table. Run: `python examples/quickstart.py`."""
+"""FedHDP and its baselines on generated handwriting, as a table: `python examples/quickstart.py [ROUNDS [CLIENTS]]`."""
 
+import sys
+
+from fedhdp import AdaptiveClip, LocalTraining, Mechanism, PrivacyGroup, mlp, simulate
 from fedhdp.algorithms import dp_fedavg, fedhdp, hdp_fedavg, non_private
-from fedhdp.client import LocalTraining
-from fedhdp.datasets.handwriting import handwriting
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
-from fedhdp.models import mlp
+from fedhdp.datasets import make_handwriting
 from fedhdp.results.tables import format_table
-from fedhdp.simulation import simulate
 
-population, model = handwriting(clients=2000), mlp()
+rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+clients = int(sys.argv[2]) if len(sys.argv) > 2 else 2000
+data, model = make_handwriting(clients), mlp()
 
-# Clients chose: 100 opted out of privacy, 1,900 want noise 1.5 and count for a hundredth each on the server.
-opted_out = PrivacyGroup("opted out", 100, noise_multiplier=0.0, sampling_rate=0.05)
-private = PrivacyGroup("private", 1900, noise_multiplier=1.5, sampling_rate=0.05, weight=0.01)
-chosen = Mechanism((opted_out, private), clip=AdaptiveClip(initial=0.5))
+# One client in twenty opted out of privacy. The others have noise multiplier 1.5 and weight 0.01 on the server.
+opted_out = PrivacyGroup("opted out", clients // 20, noise_multiplier=0.0, sampling_rate=0.05)
+private = PrivacyGroup("private", clients - clients // 20, noise_multiplier=1.5, sampling_rate=0.05, weight=0.01)
+mechanism = Mechanism((opted_out, private), clip=AdaptiveClip(initial=0.5))
 
 training = LocalTraining(epochs=25, batch_size=20, learning_rate=0.5, decay=0.9, decay_every=50)
-table = []
+results = []
 for algorithm in (non_private, dp_fedavg, hdp_fedavg, fedhdp):
-    trained = simulate(population, model, algorithm(chosen), training, rounds=200)
-    table.append(trained.result(algorithm.__name__, delta=1e-4))
-print(format_table(table))
+    simulation = simulate(data, model, algorithm(mechanism), training, rounds=rounds)
+    results.append(simulation.result(algorithm.__name__, delta=1e-4))
+print(format_table(results))

@@ -185,9 +185,9 @@ def test_bad_options_are_refused_in_one_line_before_anything_is_run(words, said,
 
 def test_data_is_the_papers_where_it_is_there_and_else_the_nearest(monkeypatch):
     present, there = {"mnist", "mnist-writers", "femnist-330"}, {"330": 330, "leaf": 3500}
-    monkeypatch.setattr(paper.stored, "contents", lambda name: name in present or None)
-    monkeypatch.setattr(paper.stored, "read", lambda name: {})
-    monkeypatch.setattr(paper, "femnist", lambda origin, classes: SimpleNamespace(clients=there[origin]))
+    monkeypatch.setattr(paper, "is_available", lambda name: name in present)
+    monkeypatch.setattr(paper, "load_arrays", lambda name: {})
+    monkeypatch.setattr(paper, "load_femnist", lambda origin, classes: SimpleNamespace(clients=there[origin]))
     found = {name: paper.choose_data(table.choices, "auto") for name, table in TABLES.items()}
     assert found["noniid-mnist"] == Mnist(2000)
     assert found["skewed-mnist"] == Mnist(2000, split="skewed")

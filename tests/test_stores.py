@@ -16,7 +16,7 @@ from test_simulate import CHOSEN, MODEL, TRAINING, trained
 from fedhdp.algorithms import dp_fedavg, non_private
 from fedhdp.client import LocalTraining
 from fedhdp.data import Examples, examples, hold_out
-from fedhdp.datasets.handwriting import OnDemand, handwriting
+from fedhdp.datasets.handwriting import StreamedHandwriting, make_handwriting
 from fedhdp.engine import examples as example_stores
 from fedhdp.engine import personal_store as personal
 from fedhdp.engine.placement import assign_slots, partition_by_owner, size_classes
@@ -145,11 +145,11 @@ def test_examples_fetched_for_a_cohort_are_those_on_the_devices(population, monk
 
 
 def test_handwriting_beyond_memory_is_written_when_it_is_asked_for(monkeypatch):
-    whole = handwriting(30, 4, 2, 20, "by_writer", seed=3)
-    monkeypatch.setattr("fedhdp.datasets.handwriting.MOST_IMAGES", 100)
-    monkeypatch.setattr("fedhdp.datasets.handwriting.TESTED", 10)
-    large = handwriting(30, 4, 2, 20, "by_writer", seed=3)
-    assert isinstance(large.train, OnDemand)
+    whole = make_handwriting(30, 4, 2, 20, "by_writer", seed=3)
+    monkeypatch.setattr("fedhdp.datasets.handwriting.MAX_IMAGES_IN_MEMORY", 100)
+    monkeypatch.setattr("fedhdp.datasets.handwriting.TESTED_CLIENTS", 10)
+    large = make_handwriting(30, 4, 2, 20, "by_writer", seed=3)
+    assert isinstance(large.train, StreamedHandwriting)
     assert large.num_clients == 30
     clients = np.array([7, 29, 0])
     for made, expected in zip(large.train.take(clients, 5), whole.train.take(clients, 5), strict=True):

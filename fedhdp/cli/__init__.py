@@ -16,7 +16,6 @@ import typer
 
 import fedhdp
 from fedhdp.cli import account, data, ledger, plan, reproduce, run, theory
-from fedhdp.datasets.directory import VARIABLE
 
 app = typer.Typer(
     name="fedhdp",
@@ -77,4 +76,6 @@ def _top(
     ] = None,
 ) -> None:
     if data_directory is not None:
-        os.environ[VARIABLE] = str(data_directory)
+        from fedhdp.datasets.cache import DIRECTORY_VARIABLE
+
+        os.environ[DIRECTORY_VARIABLE] = str(data_directory)

@@ -1,11 +1,11 @@
-"""`fedhdp data`: what data is there, and how to get it there."""
+"""`fedhdp data`: list, import and download datasets."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,9 +14,10 @@ from rich.progress import Progress as Bars
 
 from fedhdp.cli._output import console, print_json
 
-app = typer.Typer(
-    suggest_commands=False, help="See which data is there and where it comes from; import files, or download them."
-)
+if TYPE_CHECKING:
+    from fedhdp.datasets.cache import DatasetStatus
+
+app = typer.Typer(suggest_commands=False, help="List datasets and where they come from; import or download them.")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 PLAIN_SECONDS = 5.0
 
@@ -29,111 +30,90 @@ def _default(context: typer.Context) -> None:
 
 @app.command(name="list")
 def list_data(json: Json = False) -> None:
-    """List what is in the data directory, what is missing, and where each comes from.
+    """List the datasets: which are in the data directory, which are missing, and where each comes from.
 
-    The directory is what `fedhdp --data-directory DIR` or the environment variable `FEDHDP_DATA` says, or `fedhdp` in the
-    user's cache.
+    `fedhdp --data-directory DIR` or the environment variable `FEDHDP_DATA` names the directory; the default is `fedhdp`
+    in the user's cache.
 
     Examples: `fedhdp data list --json`, `fedhdp --data-directory /big/disk data import ~/Downloads/mnist`
     """
-    from fedhdp.datasets.directory import SOURCES, data_directory
+    from fedhdp.datasets.cache import data_directory, dataset_status
+    from fedhdp.datasets.catalog import DATASETS
 
-    answer = {"directory": str(data_directory()), "sources": [_standing(name) for name in SOURCES]}
-    print_json(answer) if json else _print(answer)
+    datasets = [dataset_status(name) for name in DATASETS]
+    if json:
+        print_json({"directory": str(data_directory()), "datasets": datasets})
+        return
+    console().print(f"data directory: {data_directory()}", soft_wrap=True)
+    for dataset in datasets:
+        _print_dataset(dataset)
 
 
 @app.command(name="import")
 def import_data(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files, or folders to search.")],
 ) -> None:
-    """Keep data from files that you have; what they are is seen from what is in them.
+    """Import datasets from files, which are identified by their content.
 
     Example: `fedhdp data import ~/Downloads/mnist`
     """
-    from fedhdp.datasets.importers.importing import import_files
+    from fedhdp.datasets.importers.files import import_files
 
-    left: list[str] = []
-    with Shown() as shown:
-        names = import_files(paths, shown.progress, left=left)
-    for line in left:
-        shown.console.print(f"left alone: {line}", style="yellow", soft_wrap=True)
-    _print_kept(names)
+    with StepProgress() as progress:
+        report = import_files(paths, progress.update)
+    for reason in report.skipped:
+        progress.console.print(f"skipped: {reason}", style="yellow", soft_wrap=True)
+    _print_imported(report.datasets)
 
 
 @app.command()
 def download(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A source; see `fedhdp data list`.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A dataset; see `fedhdp data list`.")],
     sha256: Annotated[
-        str | None, typer.Option(help="The checksum that the file must have, instead of the one known here.")
+        str | None, typer.Option(help="The checksum that the file must have; the default is in the catalog.")
     ] = None,
 ) -> None:
-    """Download data, check it and keep it. What was broken off goes on where it stopped.
+    """Download a dataset, verify it and import it. An interrupted download resumes.
 
     Example: `fedhdp data download mnist`
     """
-    from fedhdp.datasets.directory import source
+    from fedhdp.datasets.catalog import dataset_info
     from fedhdp.datasets.importers.download import download
 
-    with Shown() as shown:
-        download(source(name), shown.progress, sha256 and sha256.lower())
-    _print_kept([name])
+    with StepProgress() as progress:
+        download(dataset_info(name), progress.update, sha256 and sha256.lower())
+    _print_imported([name])
 
 
-def _standing(name: str) -> dict[str, Any]:
-    """What is known of a source, and what is there of it."""
-    from fedhdp.datasets.directory import SOURCES, data_directory
-    from fedhdp.datasets.stored import contents, holds
+def _print_dataset(dataset: DatasetStatus) -> None:
+    from fedhdp.datasets.catalog import how_to_get
 
-    source, damage, found = SOURCES[name], None, None
-    try:
-        found = contents(name)
-    except ValueError as error:
-        damage = str(error)
-    kept = [file for file in (data_directory() / name).glob("*") if found] if found else []
-    return {
-        "name": name,
-        "about": source.about,
-        "origin": source.origin,
-        "present": found is not None,
-        "holds": holds(found) if found else None,
-        "damaged": damage,
-        "bytes": sum(file.stat().st_size for file in kept),
-        "made_from": found.files if found else {},
-        "files": [file._asdict() for file in source.files],
-        "downloads": source.downloads,
-    }
-
-
-def _print(answer: dict[str, Any]) -> None:
+    size = f"{dataset.bytes / 1e6:,.0f} MB" if dataset.bytes >= 5e5 else f"{dataset.bytes / 1e3:,.0f} kB"
+    state = "damaged" if dataset.damaged else f"present, {size}" if dataset.present else "missing"
+    lines = [dataset.description, f"from: {dataset.origin}"]
+    if dataset.present:
+        lines.append(f"contents: {dataset.summary}")
+    elif dataset.damaged:
+        lines.append(dataset.damaged)
+    else:
+        lines.append(f"files: {', '.join(file.name for file in dataset.files)}")
+        lines.append(f"to get it: {how_to_get(dataset.name)}")
     out = console()
-    out.print(f"data directory: {answer['directory']}", soft_wrap=True)
-    for one in answer["sources"]:
-        size = f"{one['bytes'] / 1e6:,.0f} MB" if one["bytes"] >= 5e5 else f"{one['bytes'] / 1e3:,.0f} kB"
-        state = "damaged" if one["damaged"] else f"present, {size}" if one["present"] else "missing"
-        out.print(f"\n{one['name']}: {state}", style="bold" if one["present"] else "")
-        out.print(f"  {one['about']}", soft_wrap=True)
-        out.print(f"  from: {one['origin']}", soft_wrap=True)
-        if one["holds"]:
-            out.print(f"  here: {one['holds']}", soft_wrap=True)
-        if one["damaged"]:
-            out.print(f"  {one['damaged']}", soft_wrap=True)
-        elif not one["present"]:
-            files = ", ".join(file["name"] for file in one["files"])
-            ways = [f"fedhdp data download {one['name']}"] if one["downloads"] else []
-            out.print(f"  files: {files}", soft_wrap=True)
-            out.print(f"  to get it: {' or '.join([*ways, 'fedhdp data import PATH...'])}", soft_wrap=True)
+    out.print(f"\n{dataset.name}: {state}", style="bold" if dataset.present else "")
+    for line in lines:
+        out.print(f"  {line}", soft_wrap=True)
 
 
-def _print_kept(names: list[str]) -> None:
-    from fedhdp.datasets.directory import data_directory
+def _print_imported(names: list[str]) -> None:
+    from fedhdp.datasets.cache import data_directory, dataset_status
 
-    console().print(f"{', '.join(names)}: now in {data_directory()}", soft_wrap=True)
+    console().print(f"imported {', '.join(names)} into {data_directory()}", soft_wrap=True)
     for name in names:
-        console().print(f"{name}: {_standing(name)['holds']}", soft_wrap=True)
+        console().print(f"{name}: {dataset_status(name).summary}", soft_wrap=True)
 
 
-class Shown:
-    """Shows on standard error how far things are: bars in a terminal, a line now and then elsewhere."""
+class StepProgress:
+    """Shows the progress of steps on standard error: bars in a terminal, an occasional line elsewhere."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False, markup=False)
@@ -141,9 +121,9 @@ class Shown:
         percent = TextColumn("{task.percentage:>3.0f}%")
         self.bars = Bars(*columns, percent, TimeRemainingColumn(compact=True), console=self.console)
         self.tasks: dict[str, Any] = {}
-        self.said = time.monotonic()
+        self.printed = time.monotonic()
 
-    def __enter__(self) -> Shown:
+    def __enter__(self) -> StepProgress:
         if self.console.is_terminal:
             self.bars.start()
         return self
@@ -152,12 +132,12 @@ class Shown:
         if self.console.is_terminal:
             self.bars.stop()
 
-    def progress(self, what: str, done: int, total: int) -> None:
-        """So far it is; a total of 0 is unknown."""
-        if what not in self.tasks:
-            self.tasks[what] = self.bars.add_task(what, total=total or None)
-        self.bars.update(self.tasks[what], completed=done, total=total or None)
-        if not self.console.is_terminal and (time.monotonic() - self.said > PLAIN_SECONDS):
-            self.said = time.monotonic()
-            far = f"{100 * done / total:.0f}%" if total else f"{done:,}"
-            self.console.print(f"{what}: {far}", soft_wrap=True)
+    def update(self, step: str, done: int, total: int) -> None:
+        """Show how much of a step is done; a total of 0 is unknown."""
+        if step not in self.tasks:
+            self.tasks[step] = self.bars.add_task(step, total=total or None)
+        self.bars.update(self.tasks[step], completed=done, total=total or None)
+        if not self.console.is_terminal and time.monotonic() - self.printed > PLAIN_SECONDS:
+            self.printed = time.monotonic()
+            state = f"{100 * done / total:.0f}%" if total else f"{done:,}"
+            self.console.print(f"{step}: {state}", soft_wrap=True)

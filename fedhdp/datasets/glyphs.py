@@ -1,11 +1,11 @@
-"""The shapes of 62 glyphs (digits, capitals, small letters), drawn by hand as pen strokes, and how a pen samples them.
+"""The shapes of 62 glyphs (digits, capitals, small letters) as pen strokes, and points sampled along them.
 
-A glyph is written as strokes separated by ``/``, each a list of points ``x,y`` that the pen passes, in hundredths of
-the height of a capital, y downwards. Strokes bend smoothly through their points, except at a point marked ``!``, where
-the pen turns a corner. Small letters stand on the same line (y = 100), are 60 high and may go below it. A glyph that
-people write in several ways has several shapes; one that is listed twice is chosen twice as often.
+Strokes are separated by ``/``. Each is a list of points ``x,y`` in hundredths of a capital's height, y downwards. A
+stroke is a smooth curve through its points, with a corner at each point marked ``!``. Small letters have the same
+baseline (y = 100), are 60 high and may descend below it. A glyph may have several shapes, drawn with equal probability;
+a shape that is listed twice is drawn twice as often.
 
-Axis letters: V shapes, S points sampled along a shape, P points of one stroke as it is written below.
+Axis letters: V shapes, S points sampled along a shape, P points of a stroke as written below.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-POINTS = 64  # a W has 72 pixels of line at 20 pixels of height: closer together than a pen is wide
-STROKES = 3
+NUM_POINTS = 64  # of a shape; a W has 72 pixels of line at 20 pixels of height, so they are closer than a pen is wide
+MAX_STROKES = 3
 
 _O = "50,0 22,14 9,52 24,90 52,100 82,86 91,48 78,12 46,1"
 GLYPHS: dict[str, tuple[str, ...]] = {
@@ -129,58 +129,70 @@ GLYPHS: dict[str, tuple[str, ...]] = {
 }
 
 
-class Shapes(NamedTuple):
-    """Every shape of the table as points along its strokes, and where in the table each glyph's shapes are."""
+class ShapeTable(NamedTuple):
+    """The points of every shape, and which shapes belong to which glyph."""
 
-    round_VS2: np.ndarray  # through smooth curves
-    sharp_VS2: np.ndarray  # through straight lines, point for point beside the curves
-    along_VS: np.ndarray  # how far the pen has come, 0 to 1
-    length_VS: np.ndarray  # how much line each point stands for
-    stroke_VS: np.ndarray
-    first: np.ndarray  # shape of each glyph
-    variants: np.ndarray  # of each glyph: the shapes from the first on
+    curve_VS2: np.ndarray  # on the smooth curves
+    polyline_VS2: np.ndarray  # on straight lines, in the same order
+    position_VS: np.ndarray  # along the shape, from 0 to 1
+    length_VS: np.ndarray  # of the line that a point represents
+    stroke_VS: np.ndarray  # the number of the point's stroke
+    first_shape: np.ndarray  # of each glyph
+    num_shapes: np.ndarray  # of each glyph
+
+
+class _Trace(NamedTuple):
+    """A stroke as a dense sequence of points."""
+
+    curve_P2: np.ndarray
+    polyline_P2: np.ndarray
+    distance_P: np.ndarray  # along the curve
 
 
 @cache
-def shapes() -> Shapes:
-    """The table of glyphs as arrays."""
-    curve, line, along, length, stroke = zip(*(_sample(text) for texts in GLYPHS.values() for text in texts))
-    variants = np.array([len(texts) for texts in GLYPHS.values()], np.int32)
-    first = np.cumsum(variants, dtype=np.int32) - variants
-    return Shapes(np.stack(curve), np.stack(line), np.stack(along), np.stack(length), np.stack(stroke), first, variants)
+def shape_table() -> ShapeTable:
+    """`GLYPHS` as arrays."""
+    shapes = [_sample_shape(strokes) for variants in GLYPHS.values() for strokes in variants]
+    num_shapes = np.array([len(variants) for variants in GLYPHS.values()], np.int32)
+    first_shape = np.cumsum(num_shapes, dtype=np.int32) - num_shapes
+    curve, polyline, position, length, stroke = (np.stack(column) for column in zip(*shapes, strict=True))
+    return ShapeTable(curve, polyline, position, length, stroke, first_shape, num_shapes)
 
 
-def _sample(text: str) -> tuple[np.ndarray, ...]:
-    """One shape, its points shared out among its strokes by their length."""
-    traces = [_trace(stroke) for stroke in text.split("/")]
-    lengths = np.array([trace[2][-1] for trace in traces])
-    points = np.maximum(np.round(POINTS * lengths / lengths.sum()).astype(int), 1)
-    points[points.argmax()] += POINTS - points.sum()
-    at = [(np.arange(n) + 0.5) / n * length for n, length in zip(points, lengths)]
-    curve_S2, line_S2 = (
-        np.concatenate([np.stack([np.interp(s, t[2], t[kind][:, i]) for i in (0, 1)], -1) for s, t in zip(at, traces)])
-        for kind in (0, 1)
-    )
-    along_S = (np.arange(POINTS) + 0.5) / POINTS
-    length_S, stroke_S = np.repeat(lengths / points, points), np.repeat(np.arange(len(points)), points)
-    return (*(a.astype(np.float32) for a in (curve_S2, line_S2, along_S, length_S)), stroke_S.astype(np.int32))
+def _sample_shape(strokes: str) -> tuple[np.ndarray, ...]:
+    """The points of one shape, distributed over its strokes by length: the first five fields of `ShapeTable`."""
+    traces = [_trace(stroke) for stroke in strokes.split("/")]
+    lengths = np.array([trace.distance_P[-1] for trace in traces])
+    counts = np.maximum(np.round(NUM_POINTS * lengths / lengths.sum()).astype(int), 1)
+    counts[counts.argmax()] += NUM_POINTS - counts.sum()
+    curves, polylines = [], []
+    for trace, count, length in zip(traces, counts, lengths, strict=True):
+        distance_S = (np.arange(count) + 0.5) / count * length
+        curves.append(_interpolate(distance_S, trace.distance_P, trace.curve_P2))
+        polylines.append(_interpolate(distance_S, trace.distance_P, trace.polyline_P2))
+    position_S, length_S = (np.arange(NUM_POINTS) + 0.5) / NUM_POINTS, np.repeat(lengths / counts, counts)
+    points = (np.concatenate(curves), np.concatenate(polylines), position_S, length_S)
+    return (*(array.astype(np.float32) for array in points), np.repeat(np.arange(len(counts)), counts).astype(np.int32))
 
 
-def _trace(stroke: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A stroke as many points of its smooth curve, of its straight lines, and the length of the curve up to each."""
+def _interpolate(distance_S: np.ndarray, distance_P: np.ndarray, points_P2: np.ndarray) -> np.ndarray:
+    return np.stack([np.interp(distance_S, distance_P, points_P2[:, axis]) for axis in (0, 1)], -1)
+
+
+def _trace(stroke: str) -> _Trace:
+    """The stroke's curve, a Catmull-Rom spline from corner to corner, and its straight lines."""
     words = stroke.split()
-    points_P2 = np.array([[float(c) / 100 for c in word.rstrip("!").split(",")] for word in words])
-    corners = [0, *(i for i, word in enumerate(words) if word.endswith("!")), len(words) - 1]
-    curves, lines = [], []
+    points_P2 = np.array([[float(number) / 100 for number in word.rstrip("!").split(",")] for word in words])
+    corners = [0, *(index for index, word in enumerate(words) if word.endswith("!")), len(words) - 1]
+    curves, polylines = [], []
     for start, stop in pairwise(corners):
         piece_P2 = points_P2[start : stop + 1]
-        # Mirrored ends give the curve a free direction there, so that two points make a straight line.
+        # Reflected end points let the curve leave in any direction, so that two points make a straight line.
         padded_P2 = np.concatenate([[2 * piece_P2[0] - piece_P2[1]], piece_P2, [2 * piece_P2[-1] - piece_P2[-2]]])
         u = np.linspace(0, 1, 33)[:, None]
-        for a, b, c, d in zip(padded_P2, padded_P2[1:], padded_P2[2:], padded_P2[3:]):
-            # Catmull and Rom's cubic, which passes its points.
+        for a, b, c, d in zip(padded_P2[:-3], padded_P2[1:-2], padded_P2[2:-1], padded_P2[3:], strict=True):
             curves.append(b + u / 2 * ((c - a) + u * ((2 * a - 5 * b + 4 * c - d) + u * (3 * b - a - 3 * c + d))))
-            lines.append(b + u * (c - b))
-    curve, line = np.concatenate(curves), np.concatenate(lines)
-    steps = np.linalg.norm(np.diff(curve, axis=0), axis=1)
-    return curve, line, np.concatenate([[0.0], np.cumsum(steps)])
+            polylines.append(b + u * (c - b))
+    curve_P2, polyline_P2 = np.concatenate(curves), np.concatenate(polylines)
+    steps = np.linalg.norm(np.diff(curve_P2, axis=0), axis=1)
+    return _Trace(curve_P2, polyline_P2, np.concatenate([[0.0], np.cumsum(steps)]))

@@ -1,41 +1,32 @@
-"""MNIST: reading its idx files, and the populations that are made of it.
+"""MNIST among clients.
 
-``one_digit`` and ``skewed`` are the paper's non-IID MNIST: each client holds samples of one digit, as many clients of
-each digit as its share of the images. With 2,000 clients of 30 samples that is all 60,000 train images, but for the few
-that a digit has over or lacks: no digit's count is a multiple of 30, so 42 images are held by two clients and 42 by
-none. A client's own test data are ``test_samples`` of the test images of its digit, drawn anew for each client. The
-paper does not say how many; its variances across clients (0.13 where 94% are right) leave room for no fewer than about
-50, and 100 are the default. ``by_writer`` gives each client the images that one person wrote, nine tenths to train.
+``one_digit`` and ``skewed`` are the paper's non-IID MNIST: each client holds samples of one digit, and the number of
+clients with a digit is proportional to the digit's images. With 2,000 clients of 30 samples, nearly all of the 60,000
+train images are used once. No digit's count is a multiple of 30, so 42 images belong to two clients and 42 to none. A
+client's test examples are drawn from the test images of its digit, independently for each client. The paper does not
+state their number; its variances across clients (0.13 at 94% accuracy) imply about 50 or more, and 100 is the default.
+``by_writer`` gives each client the images of one writer, nine tenths of them for training.
 
-The order of clients is shuffled by the seed, so that the first clients, who become the first group, are any clients;
-in ``skewed`` they all hold a 7.
+The seed shuffles the order of the clients, so that the first group is a random one; in ``skewed`` all of it holds a 7.
 
-Axis letters: K clients, M samples of a client, N images.
+Axis letters: K clients, M examples of a client, N examples.
 """
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 
 from fedhdp.data import FederatedData, examples
-from fedhdp.datasets import stored
-from fedhdp.datasets.splits import Split, by_client, nine_tenths
+from fedhdp.datasets.cache import load_arrays
+from fedhdp.datasets.splits import Split, check_split, draw_test_mask, group_by_client, shuffle_clients
+from fedhdp.errors import DataError, require
 
-SKEWED_DIGIT = 7
-PARTS = {  # the idx file of each stored array
-    "train_x": "train-images-idx3-ubyte.gz",
-    "train_y": "train-labels-idx1-ubyte.gz",
-    "test_x": "t10k-images-idx3-ubyte.gz",
-    "test_y": "t10k-labels-idx1-ubyte.gz",
-}
+CLASSES, SKEWED_DIGIT, DEFAULT_CLIENTS = 10, 7, 2000
 
 
-def mnist(
+def load_mnist(
     split: Split = "one_digit",
     clients: int | None = None,
     skewed_clients: int = 0,
@@ -44,138 +35,101 @@ def mnist(
     seed: int = 0,
     directory: Path | None = None,
 ) -> FederatedData:
-    """MNIST among clients (by default 2,000, or all 836 writers), from the data directory."""
-    if split not in get_args(Split):
-        raise ValueError(f"split must be one of {', '.join(get_args(Split))}, not {split!r}")
-    if skewed_clients and split != "skewed":
-        raise ValueError(f"skewed_clients is for the split 'skewed' only, but is {skewed_clients} with split {split!r}")
+    """MNIST from the data directory.
+
+    Args:
+        split: How images are split among clients.
+        clients: The number of clients; by default 2,000, or all 836 writers.
+        skewed_clients: In the split ``skewed``: how many of the first clients hold a 7.
+        samples: Train examples of each client, unless the split is ``by_writer``.
+        test_samples: Test examples of each client, unless the split is ``by_writer``.
+        seed: Determines who holds what, and the order of the clients.
+        directory: The data directory; by default the user's.
+
+    Returns:
+        The clients' examples. The server tests on MNIST's test images, or with ``by_writer`` on the clients'.
+
+    Raises:
+        InvalidValueError: If an argument is out of range.
+        DataError: If MNIST, or with ``by_writer`` its writers, are not in the data directory.
+    """
+    check_split(split, skewed_clients)
     rng = np.random.default_rng([seed, 0])  # stream 0 is the data's
-    arrays = stored.read("mnist", directory)
+    arrays = load_arrays("mnist", directory)
     if split == "by_writer":
-        return _by_writer(arrays, stored.read("mnist-writers", directory), clients, rng)
-    return _one_digit(arrays, split, 2000 if clients is None else clients, skewed_clients, samples, test_samples, rng)
+        return _by_writer(arrays, load_arrays("mnist-writers", directory), clients, rng)
+    clients = DEFAULT_CLIENTS if clients is None else clients
+    return _one_digit(arrays, split, clients, skewed_clients, samples, test_samples, rng)
 
 
-def _by_writer(arrays: dict, writers: dict, clients: int | None, rng: np.random.Generator) -> FederatedData:
-    """Both parts of MNIST pooled, as nobody wrote for both; the server tests on all clients' test images."""
-    x_N, y_N = (np.concatenate([arrays[f"train_{a}"], arrays[f"test_{a}"]]) for a in "xy")
-    names_K, client_N = np.unique(np.concatenate([writers["train"], writers["test"]]), return_inverse=True)
-    if len(client_N) != len(y_N):
-        raise ValueError(f"mnist-writers names the writers of {len(client_N)} images, but mnist has {len(y_N)}")
-    is_test_N = nine_tenths(client_N, rng)
-    return by_client("mnist-by_writer", x_N, y_N, client_N, is_test_N, len(names_K), 10, clients, rng)
+def _by_writer(
+    arrays: dict[str, np.ndarray], writers: dict[str, np.ndarray], clients: int | None, rng: np.random.Generator
+) -> FederatedData:
+    """Each client holds the images of one writer, from MNIST's two parts: no writer occurs in both."""
+    x_N, y_N = (np.concatenate([arrays[f"train_{axis}"], arrays[f"test_{axis}"]]) for axis in "xy")
+    names_K, writer_N = np.unique(np.concatenate([writers["train"], writers["test"]]), return_inverse=True)
+    if len(writer_N) != len(y_N):
+        raise DataError(f"mnist-writers has {len(writer_N)} images, mnist has {len(y_N)}", "dataset", "mnist-writers")
+    is_test_N = draw_test_mask(writer_N, rng)
+    train, test = (
+        group_by_client(x_N[mask_N], y_N[mask_N], writer_N[mask_N], len(names_K)) for mask_N in (~is_test_N, is_test_N)
+    )
+    return shuffle_clients("mnist-by_writer", train, test, CLASSES, clients, rng)
 
 
 def _one_digit(
-    arrays: dict, split: str, clients: int, skewed: int, samples: int, test_samples: int, rng: np.random.Generator
+    arrays: dict[str, np.ndarray],
+    split: str,
+    clients: int,
+    skewed_clients: int,
+    samples: int,
+    test_samples: int,
+    rng: np.random.Generator,
 ) -> FederatedData:
-    """Each client holds one digit, each digit has as many clients as its share of the images."""
-    pools = [np.flatnonzero(arrays["train_y"] == digit) for digit in range(10)]
-    test_pools = [np.flatnonzero(arrays["test_y"] == digit) for digit in range(10)]
-    most, most_test = min(map(len, pools)), min(map(len, test_pools))
-    for name, value, upper in (("samples", samples, most), ("test_samples", test_samples, most_test)):
-        if not 1 <= value <= upper:
-            raise ValueError(f"{name} must be from 1 to {upper}, the images of the rarest digit, not {value}")
-    if clients < 1:
-        raise ValueError(f"clients must be at least 1, not {clients}")
-    share_10 = shares(clients, np.array([len(pool) for pool in pools]))
-    # A pool that has too few images for all its clients starts over: no client has an image twice.
-    row_KM = np.concatenate(
-        [np.resize(rng.permutation(pool), (share, samples)) for pool, share in zip(pools, share_10)]
+    """Each client holds one digit; each digit has clients in proportion to its images."""
+    pools, test_pools = (
+        [np.flatnonzero(arrays[f"{part}_y"] == digit) for digit in range(CLASSES)] for part in ("train", "test")
     )
-    digit_K = np.repeat(np.arange(10), share_10)
+    for name, value, sizes in (("samples", samples, pools), ("test_samples", test_samples, test_pools)):
+        rarest = min(map(len, sizes))
+        require(1 <= value <= rarest, name, value, f"from 1 to {rarest}, the images of the rarest digit")
+    require(clients >= 1, "clients", clients, "at least 1")
+    clients_10 = apportion(clients, np.array([len(pool) for pool in pools]))
+    # A pool that is too small for all its clients is repeated; no client has an image twice.
+    row_KM = np.concatenate(
+        [
+            np.resize(rng.permutation(pool), (num_clients, samples))
+            for pool, num_clients in zip(pools, clients_10, strict=True)
+        ]
+    )
+    digit_K = np.repeat(np.arange(CLASSES), clients_10)
     order_K = rng.permutation(clients)
     if split == "skewed":
-        order_K = _skewed_first(order_K, digit_K[order_K], skewed)
+        order_K = _skewed_first(order_K, digit_K[order_K], skewed_clients)
     row_KM, digit_K = row_KM[order_K], digit_K[order_K]
-    test_row_KM = np.stack([rng.choice(test_pools[d], test_samples, replace=False) for d in digit_K])
+    test_row_KM = np.stack([rng.choice(test_pools[digit], test_samples, replace=False) for digit in digit_K])
     train, test = (
-        examples(arrays[f"{part}_x"][rows.ravel()], np.repeat(digit_K, rows.shape[1]).astype(np.int32), counts)
-        for part, rows, counts in (
-            ("train", row_KM, np.full(clients, samples)),
-            ("test", test_row_KM, np.full(clients, test_samples)),
+        examples(
+            arrays[f"{part}_x"][rows_KM.ravel()],
+            np.repeat(digit_K, rows_KM.shape[1]).astype(np.int32),
+            np.full(clients, rows_KM.shape[1]),
         )
+        for part, rows_KM in (("train", row_KM), ("test", test_row_KM))
     )
-    return FederatedData(f"mnist-{split}", train, test, arrays["test_x"], arrays["test_y"].astype(np.int32), 10)
+    return FederatedData(f"mnist-{split}", train, test, arrays["test_x"], arrays["test_y"].astype(np.int32), CLASSES)
 
 
-def _skewed_first(order_K: np.ndarray, digit_K: np.ndarray, skewed: int) -> np.ndarray:
-    """The same clients with this many of those who hold a 7 in front."""
+def _skewed_first(order_K: np.ndarray, digit_K: np.ndarray, skewed_clients: int) -> np.ndarray:
+    """Move this many of the clients with a 7 to the front."""
     sevens = np.flatnonzero(digit_K == SKEWED_DIGIT)
-    if not 0 <= skewed <= len(sevens):
-        raise ValueError(f"skewed_clients must be at most the {len(sevens)} clients who hold a 7, not {skewed}")
-    return np.concatenate([order_K[sevens[:skewed]], np.delete(order_K, sevens[:skewed])])
+    upper = len(sevens)
+    require(0 <= skewed_clients <= upper, "skewed_clients", skewed_clients, f"at most {upper}, the clients with a 7")
+    return np.concatenate([order_K[sevens[:skewed_clients]], np.delete(order_K, sevens[:skewed_clients])])
 
 
-def shares(clients: int, counts: np.ndarray) -> np.ndarray:
-    """Clients shared out in proportion to the counts, by the largest remainder."""
-    quotas = clients * counts / counts.sum()
-    whole = np.floor(quotas).astype(int)
-    whole[np.argsort(whole - quotas, kind="stable")[: clients - whole.sum()]] += 1
-    return whole
-
-
-def is_idx(path: Path) -> bool:
-    """Whether a file, compressed by gzip or not, begins as an idx file of bytes does."""
-    with open(path, "rb") as file:
-        head = file.read(3)
-    if head[:2] == b"\x1f\x8b":
-        try:
-            with gzip.open(path) as packed:
-                head = packed.read(3)
-        except (EOFError, OSError, zlib.error) as error:
-            raise ValueError(f"{path} is damaged or ends too early: {error}") from error
-    return head == b"\0\0\x08"
-
-
-def content(path: Path) -> bytes:
-    """What is in a file, uncompressed if it is compressed by gzip."""
-    raw = path.read_bytes()
-    if raw[:2] != b"\x1f\x8b":
-        return raw
-    try:
-        return gzip.decompress(raw)
-    except (EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path} is damaged or ends too early: {error}") from error
-
-
-def parse_idx(raw: bytes, where: object) -> np.ndarray:
-    """The array in an idx file of unsigned bytes; one that is too short or too long is refused."""
-    if len(raw) < 4 or raw[:3] != b"\0\0\x08" or not 1 <= raw[3] <= 4:
-        raise ValueError(f"{where} is no idx file of bytes: it starts with {raw[:4].hex() or 'nothing'}")
-    header = 4 + 4 * raw[3]
-    shape = tuple(np.frombuffer(raw[4:header], ">u4").tolist()) if len(raw) >= header else ()
-    wanted = header + int(np.prod(shape, dtype=object))
-    if not shape or len(raw) != wanted:
-        size = "x".join(map(str, shape)) or "no"
-        raise ValueError(f"{where} is damaged: {len(raw)} bytes, but {wanted} are in an idx file of {size} bytes")
-    return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
-
-
-def read_idx(path: Path) -> np.ndarray:
-    """The array in an idx file, compressed or not."""
-    return parse_idx(content(path), path)
-
-
-def store_mnist(files: dict[str, Path], sums: dict[str, str], directory: Path | None = None) -> None:
-    """Keep MNIST from its four files, by their names in `PARTS`."""
-    arrays = {part: read_idx(files[name]) for part, name in PARTS.items()}
-    for part in ("train", "test"):
-        x_N, y_N = arrays[f"{part}_x"], arrays[f"{part}_y"]
-        where = files[PARTS[f"{part}_y"]]
-        if x_N.ndim != 3 or y_N.shape != x_N.shape[:1]:
-            raise ValueError(f"{where} has labels {y_N.shape} for images {x_N.shape}")
-        if y_N.max(initial=0) > 9:
-            raise ValueError(f"{where} has the label {y_N.max()}, not only digits")
-    with stored.writing("mnist", sums, directory) as writer:
-        writer.add(**arrays)
-
-
-def store_writers(path: Path, arrays: dict[str, np.ndarray], sha256: str, directory: Path | None = None) -> None:
-    """Keep who wrote MNIST."""
-    for part, images in (("train", 60_000), ("test", 10_000)):
-        if arrays[part].shape != (images,) or arrays[part].dtype.kind not in "iu":
-            held = f"{arrays[part].dtype} {arrays[part].shape}"
-            raise ValueError(f"{path}: {part} is {held}, not one whole number for each of MNIST's {images} images")
-    with stored.writing("mnist-writers", {path.name: sha256}, directory) as writer:
-        writer.add(train=arrays["train"], test=arrays["test"])
+def apportion(total: int, weights: np.ndarray) -> np.ndarray:
+    """Whole numbers that add up to the total, in proportion to the weights (largest remainder)."""
+    quotas = total * weights / weights.sum()
+    shares = np.floor(quotas).astype(int)
+    shares[np.argsort(shares - quotas, kind="stable")[: total - shares.sum()]] += 1
+    return shares

@@ -1,15 +1,15 @@
-"""Federated linear regression and point estimation (paper: section 3), for the theory's estimates from the engine.
+"""Federated linear regression and point estimation (paper: section 3).
 
-Client j's truth is the global truth plus heterogeneity of variance tau2 in each coordinate, and its examples are such
-that the estimate it makes of it alone errs by variance alpha2. Features are orthogonal, F_j' F_j = n_s I as the paper
-has it, so the mean of ``models.squared_error`` over a client's examples is 1/2 |x - estimate_j|^2 and a constant: one
-full-batch step at learning rate 1 from anywhere lands on the client's own estimate, and one at 1 / (1 + pull) of the
-personal model on (estimate_j + pull * global) / (1 + pull). The model is ``models.linear(..., bias=False)``.
+The true parameters of client j are the global ones plus noise of variance ``tau2`` in each coordinate. Its examples
+are such that its local estimate has variance ``alpha2`` in each coordinate. Features are orthogonal, F_j' F_j = n_s I as
+in the paper, so the mean of ``models.squared_error`` over a client's examples is 1/2 |x - estimate_j|^2 plus a constant.
+One full-batch step with learning rate 1 therefore ends at the local estimate from anywhere, and a step of the personal
+model with 1 / (1 + pull) at (estimate_j + pull * global) / (1 + pull). The model is ``models.linear(..., bias=False)``.
 
-Test examples are the truth itself: asked in every coordinate, answered without error. The squared error on them is the
-estimate's error per coordinate.
+Test examples are noiseless: the unit vectors and the true parameters. The squared error on them is the estimate's error
+per coordinate.
 
-Axis letters: K clients, M examples of one client, D coordinates.
+Axis letters: K clients, M examples of a client, D coordinates, N examples.
 """
 
 from __future__ import annotations
@@ -19,42 +19,70 @@ import numpy as np
 from fedhdp.data import Examples, FederatedData, examples
 from fedhdp.errors import require
 
+Arrays = tuple[np.ndarray, np.ndarray]
 
-def linear_regression(
+
+def make_linear_regression(
     clients: int, dimensions: int, samples: int, alpha2: float, tau2: float, seed: int = 0
 ) -> FederatedData:
-    """Each example is a feature vector and its noisy response; one input for each coordinate, one output."""
+    """Examples of a feature vector and its noisy response.
+
+    Args:
+        clients: The number of clients.
+        dimensions: The number of coordinates.
+        samples: Examples of each client, at least as many as dimensions.
+        alpha2: Variance of a client's local estimate, in each coordinate.
+        tau2: Variance of the clients' true parameters around the global ones, in each coordinate.
+        seed: Determines all of it.
+
+    Returns:
+        Inputs of as many numbers as dimensions, targets of one.
+
+    Raises:
+        InvalidValueError: If an argument is out of range.
+    """
     require(samples >= dimensions, "samples", samples, f"at least the number of dimensions, {dimensions}")
-    rng = _stream(clients, dimensions, samples, alpha2, tau2, seed)
-    truth_D, truth_KD = _truths(rng, clients, dimensions, tau2)
+    rng = _generator(clients, dimensions, samples, alpha2, tau2, seed)
+    true_D, true_KD = _true_parameters(rng, clients, dimensions, tau2)
     feature_KMD = samples**0.5 * np.linalg.qr(rng.standard_normal((clients, samples, dimensions)))[0]
-    error_KM = (samples * alpha2) ** 0.5 * rng.standard_normal((clients, samples))
-    response_KM = np.einsum("kmd,kd->km", feature_KMD, truth_KD) + error_KM
-    asked_DD = np.eye(dimensions)
-    return _population(
+    noise_KM = (samples * alpha2) ** 0.5 * rng.standard_normal((clients, samples))
+    response_KM = np.einsum("kmd,kd->km", feature_KMD, true_KD) + noise_KM
+    unit_DD = np.eye(dimensions)
+    return _federated(
         "linear regression",
-        (feature_KMD, response_KM[..., None]),
-        (np.broadcast_to(asked_DD, (clients, dimensions, dimensions)), truth_KD[..., None]),
-        (asked_DD, truth_D[:, None]),
+        train=(feature_KMD, response_KM[..., None]),
+        test=(np.broadcast_to(unit_DD, (clients, dimensions, dimensions)), true_KD[..., None]),
+        server=(unit_DD, true_D[:, None]),
     )
 
 
-def point_estimation(
+def make_point_estimation(
     clients: int, dimensions: int, samples: int, alpha2: float, tau2: float, seed: int = 0
 ) -> FederatedData:
-    """Each example is a noisy sight of the client's truth; the one input is 1, one output for each coordinate."""
-    rng = _stream(clients, dimensions, samples, alpha2, tau2, seed)
-    truth_D, truth_KD = _truths(rng, clients, dimensions, tau2)
-    error_KMD = (samples * alpha2) ** 0.5 * rng.standard_normal((clients, samples, dimensions))
-    return _population(
+    """Examples of noisy observations of a client's true parameters.
+
+    The arguments are those of `make_linear_regression`, with any number of samples.
+
+    Returns:
+        Inputs of a single 1, targets of as many numbers as dimensions.
+
+    Raises:
+        InvalidValueError: If an argument is out of range.
+    """
+    rng = _generator(clients, dimensions, samples, alpha2, tau2, seed)
+    true_D, true_KD = _true_parameters(rng, clients, dimensions, tau2)
+    noise_KMD = (samples * alpha2) ** 0.5 * rng.standard_normal((clients, samples, dimensions))
+    return _federated(
         "point estimation",
-        (np.ones((clients, samples, 1)), truth_KD[:, None] + error_KMD),
-        (np.ones((clients, 1, 1)), truth_KD[:, None]),
-        (np.ones((1, 1)), truth_D[None]),
+        train=(np.ones((clients, samples, 1)), true_KD[:, None] + noise_KMD),
+        test=(np.ones((clients, 1, 1)), true_KD[:, None]),
+        server=(np.ones((1, 1)), true_D[None]),
     )
 
 
-def _stream(clients: int, dimensions: int, samples: int, alpha2: float, tau2: float, seed: int) -> np.random.Generator:
+def _generator(
+    clients: int, dimensions: int, samples: int, alpha2: float, tau2: float, seed: int
+) -> np.random.Generator:
     for name, count in {"clients": clients, "dimensions": dimensions, "samples": samples}.items():
         require(count >= 1, name, count, "at least 1")
     for name, variance in {"alpha2": alpha2, "tau2": tau2}.items():
@@ -62,17 +90,17 @@ def _stream(clients: int, dimensions: int, samples: int, alpha2: float, tau2: fl
     return np.random.default_rng([seed, 0])  # stream 0 is the data's
 
 
-def _truths(rng: np.random.Generator, clients: int, dimensions: int, tau2: float) -> tuple[np.ndarray, np.ndarray]:
-    truth_D = rng.standard_normal(dimensions)
-    return truth_D, truth_D + tau2**0.5 * rng.standard_normal((clients, dimensions))
+def _true_parameters(rng: np.random.Generator, clients: int, dimensions: int, tau2: float) -> Arrays:
+    true_D = rng.standard_normal(dimensions)
+    return true_D, true_D + tau2**0.5 * rng.standard_normal((clients, dimensions))
 
 
-def _population(name: str, train: tuple, test: tuple, server: tuple) -> FederatedData:
-    """Stacked inputs and targets, client after client, in single precision."""
+def _federated(name: str, train: Arrays, test: Arrays, server: Arrays) -> FederatedData:
+    server_x_N, server_y_N = (array.astype(np.float32) for array in server)
+    return FederatedData(name, _flatten(*train), _flatten(*test), server_x_N, server_y_N, classes=0)
 
-    def flat(x_KM: np.ndarray, y_KM: np.ndarray) -> Examples:
-        x_N, y_N = (a.reshape(-1, a.shape[-1]).astype(np.float32) for a in (x_KM, y_KM))
-        return examples(x_N, y_N, np.full(len(x_KM), x_KM.shape[1]))
 
-    server_x_N, server_y_N = (a.astype(np.float32) for a in server)
-    return FederatedData(name, flat(*train), flat(*test), server_x_N, server_y_N, classes=0)
+def _flatten(x_KM: np.ndarray, y_KM: np.ndarray) -> Examples:
+    """Inputs and targets client after client, in single precision."""
+    x_N, y_N = (array.reshape(-1, array.shape[-1]).astype(np.float32) for array in (x_KM, y_KM))
+    return examples(x_N, y_N, np.full(len(x_KM), x_KM.shape[1]))

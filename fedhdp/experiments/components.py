@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from fedhdp.data import FederatedData, hold_out
-from fedhdp.datasets.splits import Split
+from fedhdp.datasets import Split
 from fedhdp.errors import require
 from fedhdp.mechanism import Mechanism
 from fedhdp.models import Model, cnn, linear, mlp
@@ -96,15 +96,14 @@ class Handwriting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 
     def load(self, mechanism: Mechanism, seed: int) -> FederatedData:
         """Make it; in the skewed split it is the first group who all hold one digit."""
-        from fedhdp.datasets.handwriting import handwriting
-        from fedhdp.datasets.tff_sizes import tff_sizes
+        from fedhdp.datasets import make_handwriting, tff_client_sizes
 
         skewed = mechanism.groups[0].clients if self.split == "skewed" else 0
         numbers = (self.clients, self.samples, self.test_samples, self.server_test)
         sizes, test_sizes = None, None
         if self.sizes == "tff":
-            sizes, test_sizes = (size_K[: self.clients].tolist() for size_K in tff_sizes(self.classes, seed))
-        made = handwriting(*numbers, self.split, self.classes, skewed, sizes, seed, test_sizes)
+            sizes, test_sizes = (size_K[: self.clients].tolist() for size_K in tff_client_sizes(self.classes, seed))
+        made = make_handwriting(*numbers, self.split, self.classes, skewed, sizes, seed, test_sizes)
         return hold_out(made, self.validation, seed)
 
 
@@ -119,10 +118,10 @@ class Mnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
     def load(self, mechanism: Mechanism, seed: int) -> FederatedData:
         """Read it; in the skewed split it is the first group who all hold a 7."""
-        from fedhdp.datasets.mnist import mnist
+        from fedhdp.datasets import load_mnist
 
         skewed = mechanism.groups[0].clients if self.split == "skewed" else 0
-        made = mnist(self.split, self.clients, skewed, self.samples, self.test_samples, seed)
+        made = load_mnist(self.split, self.clients, skewed, self.samples, self.test_samples, seed)
         return hold_out(made, self.validation, seed)
 
 
@@ -136,9 +135,9 @@ class Femnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
     def load(self, mechanism: Mechanism, seed: int) -> FederatedData:
         """Read it."""
-        from fedhdp.datasets.femnist import femnist
+        from fedhdp.datasets import load_femnist
 
-        return hold_out(femnist(self.origin, self.classes, self.clients, seed), self.validation, seed)
+        return hold_out(load_femnist(self.origin, self.classes, self.clients, seed), self.validation, seed)
 
 
 class PythonData(PythonFile, frozen=True, tag_field="name", tag="python"):

@@ -16,8 +16,7 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from fedhdp.client import LocalTraining
-from fedhdp.datasets import stored
-from fedhdp.datasets.femnist import Origin, femnist
+from fedhdp.datasets import FemnistOrigin, is_available, load_arrays, load_femnist
 from fedhdp.errors import require
 from fedhdp.experiments.components import Cnn, Data, Femnist, Handwriting, Mlp, Mnist, ModelChoice
 from fedhdp.experiments.config import Experiment, GroupConfig, MechanismConfig, Variant
@@ -105,8 +104,8 @@ class Part(NamedTuple):
         return f"seed-{self.seed}/{self.name}"
 
 
-def _all_there(origin: Origin, classes: Literal[10, 62], most: int) -> Femnist:
-    return Femnist(min(most, femnist(origin, classes).num_clients), origin, classes)
+def _all_there(origin: FemnistOrigin, classes: Literal[10, 62], most: int) -> Femnist:
+    return Femnist(min(most, load_femnist(origin, classes).num_clients), origin, classes)
 
 
 def _one_digit(split: Literal["one_digit", "skewed"]) -> dict[str, Choice]:
@@ -180,9 +179,9 @@ def choose_data(choices: dict[str, Choice], asked: str) -> Data:
     known = ", ".join(["auto", *choices])
     require(asked == "auto" or asked in choices, "--data", asked, f"one of {known} for this table")
     if asked == "auto":
-        asked = next(name for name, one in choices.items() if all(stored.contents(source) for source in one.sources))
+        asked = next(name for name, one in choices.items() if all(is_available(source) for source in one.sources))
     for source in choices[asked].sources:
-        stored.read(source)  # what is not there is refused before anything is run
+        load_arrays(source)  # what is not there is refused before anything is run
     return choices[asked].data()
 
 

@@ -9,7 +9,7 @@ is looked for, the mean of everybody's clipped updates, is at most one clip long
     imbalance    sqrt(sum_j N_j r_j^2 / (sum_j N_j r_j)^2 - 1 / N)    who is hardly heard
 
 The weights are those of least error, all three together: the theory's, with sigma_c^2 = q + q^2 T and noise d z_j^2.
-Derivation and limits: docs/privacy.md. Axis letters: G groups.
+Derivation and limits: docs/how-to/plan.md. Axis letters: G groups.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """LEAF's FEMNIST: JSON shards, read one client at a time.
 
 A shard is ``{"users": [...], "num_samples": [...], "user_data": {user: {"x": [[784 numbers]], "y": [label]}}}``. LEAF
-writes train and test shards into folders of those names, or, before it splits, everything into ``all_data``; what is
-not split is split here, nine tenths of each client's images to train. A shard is held as text and only one client's
-numbers are ever decoded, so memory is bounded by the largest shard.
+writes train and test shards into folders of those names, or, before it splits, everything into ``all_data``. Unsplit
+shards are split here, with nine tenths of each client's images for training. A shard stays text and one client's numbers
+are decoded at a time, so memory is bounded by the largest shard.
 
 Axis letters: K clients, N images.
 """
@@ -11,143 +11,160 @@ Axis letters: K clients, N images.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from fedhdp.datasets import stored
-from fedhdp.datasets.femnist import CLASSES, PIXELS, SIDE, ink
-from fedhdp.datasets.importers.tff import Progress
-from fedhdp.datasets.splits import nine_tenths, tested
+from fedhdp.datasets.cache import ArrayWriter, write_dataset
+from fedhdp.datasets.femnist import CLASSES, PIXELS, SIDE, to_ink_bytes
+from fedhdp.datasets.importers import ProgressCallback
+from fedhdp.datasets.splits import draw_test_mask, num_test_examples
+from fedhdp.errors import DataError
+
+Counts = dict[str, int]  # examples by client
 
 
 class _Shard(msgspec.Struct):
     users: list[str]
     num_samples: list[int]
-    user_data: dict[str, msgspec.Raw]  # views of the text, not yet decoded
+    user_data: dict[str, msgspec.Raw]  # views of the text, not decoded
 
 
-class _User(msgspec.Struct):
+class _UserData(msgspec.Struct):
     x: list[list[float]]
     y: list[int]
 
 
 def part_of(path: Path) -> str:
-    """Whether a shard is to train, to test, or not split yet (all), as LEAF names folders and files."""
-    named = re.search(r"_(train|test)_\d+$", path.stem)
-    if named:
-        return named[1]
+    """``train``, ``test``, or ``all`` for unsplit shards, by LEAF's names of folders and files."""
+    match = re.search(r"_(train|test)_\d+$", path.stem)
+    if match:
+        return match[1]
     return path.parent.name if path.parent.name in ("train", "test") else "all"
 
 
-def is_where_shards_are(path: Path) -> bool:
-    """Whether a file is named as LEAF names shards, or lies in a folder of theirs."""
+def has_shard_name(path: Path) -> bool:
+    """Whether a file has a shard's name, or lies in a folder for shards."""
     return path.name.startswith("all_data") or path.parent.name in ("train", "test", "all_data")
 
 
-def store_leaf(paths: dict[Path, str], progress: Progress, directory: Path | None = None) -> None:
-    """Keep LEAF's FEMNIST from its shards, each with its sha256."""
+def check_neighbours(shards: list[Path], files: Iterable[Path]) -> None:
+    """Raise `DataError` if other JSON files lie where shards are expected: they may be damaged shards."""
+    folders = {path.parent for path in shards}
+    for path in files if shards else ():
+        if path.suffix == ".json" and path not in shards and (path.parent in folders or part_of(path) != "all"):
+            raise DataError(f"{path} lies among LEAF shards, but is damaged or none of them", "file", path)
+
+
+def import_leaf(sha256_of: dict[Path, str], progress: ProgressCallback, directory: Path | None = None) -> None:
+    """Store LEAF's FEMNIST from its shards and their checksums; a damaged or missing shard is refused."""
+    paths = sorted(sha256_of)
     shards: dict[str, list[Path]] = {}
-    for path in sorted(paths):
+    for path in paths:
         shards.setdefault(part_of(path), []).append(path)
     if set(shards) not in ({"train", "test"}, {"all"}):
-        held = ", ".join(f"{len(those)} {part}" for part, those in sorted(shards.items()))
-        where = min(paths).parent
-        raise ValueError(
-            f"{where}: shards of LEAF must be train and test, or all not split yet, but these are {held}; "
-            "import the folder of the ones or of the others"
-        )
-    _refuse_gaps(shards)
-    counts: dict[str, dict[str, int]] = {part: {} for part in shards}
-    for done, path in enumerate(sorted(paths), start=1):
-        _count(path, counts[part_of(path)])
+        numbers = ", ".join(f"{len(files)} {part}" for part, files in sorted(shards.items()))
+        rule = "LEAF shards must be train and test, or all unsplit"
+        raise DataError(f"{paths[0].parent}: {rule}, got {numbers}; import one of the folders", "shards", numbers)
+    _check_numbering(shards)
+    counts: dict[str, Counts] = {part: {} for part in shards}
+    for done, path in enumerate(paths, start=1):
+        _count_examples(path, counts[part_of(path)])
         progress("counting the examples of LEAF's shards", done, len(paths))
-    sums = {f"{path.parent.name}/{path.name}": sha256 for path, sha256 in paths.items()}
-    with stored.writing("femnist-leaf", sums, directory) as writer:
-        _store(sorted(paths), counts, writer, progress)
+    sums = {f"{path.parent.name}/{path.name}": sha256 for path, sha256 in sha256_of.items()}
+    with write_dataset("femnist-leaf", sums, directory) as writer:
+        _write(paths, counts, writer, progress)
 
 
-def _refuse_gaps(shards: dict[str, list[Path]]) -> None:
-    """LEAF numbers its shards from 0, and those to train as those to test: one that is missing is missed."""
+def _check_numbering(shards: dict[str, list[Path]]) -> None:
+    """LEAF numbers shards from 0, train and test shards alike: refuse a gap."""
     numbers = {
-        part: {int(found[1]) for path in those if (found := re.match(r"all_data_(\d+)", path.name))}
-        for part, those in shards.items()
+        part: {int(match[1]) for path in files if (match := re.match(r"all_data_(\d+)", path.name))}
+        for part, files in shards.items()
     }
-    last = max((number for have in numbers.values() for number in have), default=-1)
-    for part, have in numbers.items():
-        if have and (missing := set(range(last + 1)) - have):
-            where = shards[part][0].parent
-            raise ValueError(f"{where} is not whole: all_data_{min(missing)} is missing among LEAF's {part} shards")
+    last = max((number for present in numbers.values() for number in present), default=-1)
+    for part, present in numbers.items():
+        if present and (missing := set(range(last + 1)) - present):
+            folder, name = shards[part][0].parent, f"all_data_{min(missing)}"
+            raise DataError(f"{folder} is incomplete: LEAF's {part} shard {name} is missing", "shards", name)
 
 
-def _shard(path: Path) -> _Shard:
+def _read_shard(path: Path) -> _Shard:
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Shard)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"{path} is damaged, or is no shard of LEAF: {error}") from error
+        raise DataError(f"{path} is damaged or not a LEAF shard: {error}", "file", path) from error
 
 
-def _count(path: Path, counts: dict[str, int]) -> None:
-    """Add how many examples the clients of a shard have."""
-    shard = _shard(path)
+def _count_examples(path: Path, counts: Counts) -> None:
+    """Add the number of examples of a shard's clients."""
+    shard = _read_shard(path)
     if len(shard.users) != len(shard.num_samples) or set(shard.users) != set(shard.user_data):
-        raise ValueError(f"{path} is damaged: its users, num_samples and user_data are not of the same clients")
-    for user, count in zip(shard.users, shard.num_samples):
+        raise DataError(f"{path} is damaged: users, num_samples and user_data name different clients", "users")
+    for user, count in zip(shard.users, shard.num_samples, strict=True):
         if user in counts:
-            raise ValueError(f"{path}: client {user} is in another shard, too")
-        if not 0 <= count * PIXELS <= path.stat().st_size:  # a pixel is a character at least
-            raise ValueError(f"{path} is damaged: num_samples says {count} of client {user}")
+            raise DataError(f"{path}: client {user} is in another shard, too", "users", user)
+        if not 0 <= count * PIXELS <= path.stat().st_size:  # a pixel has at least one character
+            raise DataError(f"{path} is damaged: num_samples of client {user} is {count}", "num_samples", count)
         counts[user] = count
 
 
-def _images(path: Path, user: str, raw: msgspec.Raw, count: int) -> tuple[np.ndarray, np.ndarray]:
+def _decode_images(path: Path, user: str, raw: msgspec.Raw, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """A client's images and labels."""
     try:
-        data = msgspec.json.decode(raw, type=_User)
+        data = msgspec.json.decode(raw, type=_UserData)
         if not (count or data.x or data.y):
             return np.empty((0, SIDE, SIDE), np.uint8), np.empty(0, np.uint8)
         x_N = np.array(data.x, np.float32)
         if x_N.shape != (count, PIXELS) or len(data.y) != count:
-            raise ValueError(f"images {x_N.shape} and {len(data.y)} labels, not {count} of {PIXELS} pixels")
+            shapes = f"images {x_N.shape} and {len(data.y)} labels"
+            raise DataError(f"num_samples is {count}, but there are {shapes}", "num_samples", count)
         if not all(0 <= label < CLASSES for label in data.y):
-            raise ValueError(f"labels must be from 0 to {CLASSES - 1}")
-        return ink(x_N), np.array(data.y, np.uint8)
+            raise DataError(f"labels must be from 0 to {CLASSES - 1}", "labels", data.y)
+        return to_ink_bytes(x_N), np.array(data.y, np.uint8)
+    except DataError as error:
+        raise DataError(f"{path}, client {user}: {error}", error.field, error.value) from error
     except (ValueError, msgspec.MsgspecError) as error:
-        raise ValueError(f"{path}, client {user}: {error}") from error
+        raise DataError(f"{path}, client {user}: {error}", "user_data", user) from error
 
 
-def _store(paths: list[Path], counts: dict[str, dict[str, int]], writer: stored.Writer, progress: Progress) -> None:
+def _write(paths: list[Path], counts: dict[str, Counts], writer: ArrayWriter, progress: ProgressCallback) -> None:
+    """Write the train and test examples of every client that has any for training."""
+    sizes = counts
     if "all" in counts:
-        test = {user: int(tested(count)) for user, count in counts["all"].items()}
+        test = {user: int(num_test_examples(count)) for user, count in counts["all"].items()}
         sizes = {"train": {user: count - test[user] for user, count in counts["all"].items()}, "test": test}
-    else:
-        sizes = counts
     users = sorted(user for user, count in sizes["train"].items() if count)
-    strangers = {user for user, count in sizes["test"].items() if count} - set(users)
-    if strangers:
-        raise ValueError(f"{paths[0].parent}: client {min(strangers)} has test examples but none to train")
+    only_test = {user for user, count in sizes["test"].items() if count} - set(users)
+    if only_test:
+        user = min(only_test)
+        raise DataError(f"{paths[0].parent}: client {user} has test examples but no train examples", "users", user)
     arrays, start = {}, {}
-    for part, of in sizes.items():
-        count_K = np.array([of.get(user, 0) for user in users], np.int32)
-        writer.add(**{f"{part}_count": count_K})
-        arrays[part] = (
-            writer.empty(f"{part}_x", (int(count_K.sum()), SIDE, SIDE), np.uint8),
-            writer.empty(f"{part}_y", (int(count_K.sum()),), np.uint8),
-        )
-        start[part] = dict(zip(users, np.cumsum(count_K) - count_K))
-    writer.add(client_ids=np.array(users))
-    place = {user: number for number, user in enumerate(users)}
+    for part, size_of in sizes.items():
+        count_K = np.array([size_of.get(user, 0) for user in users], np.int32)
+        writer.write(**{f"{part}_count": count_K})
+        x_N = writer.create(f"{part}_x", (int(count_K.sum()), SIDE, SIDE), np.uint8)
+        y_N = writer.create(f"{part}_y", (int(count_K.sum()),), np.uint8)
+        arrays[part] = (x_N, y_N)
+        start[part] = dict(zip(users, np.cumsum(count_K) - count_K, strict=True))
+    writer.write(client_ids=np.array(users))
+    index_of = {user: index for index, user in enumerate(users)}
     for done, path in enumerate(paths, start=1):
-        for user, raw in _shard(path).user_data.items():
-            part = part_of(path)
-            images = _images(path, user, raw, counts[part][user])
-            if user not in place:
+        for user, raw in _read_shard(path).user_data.items():
+            images = _decode_images(path, user, raw, counts[part_of(path)][user])
+            if user not in index_of:
                 continue
-            is_test_N = np.full(len(images[1]), part == "test")
-            if part == "all":
-                is_test_N = nine_tenths(np.zeros(len(images[1]), int), np.random.default_rng([0, place[user]]))
-            for name, those_N in (("train", ~is_test_N), ("test", is_test_N)):
-                first, size = start[name][user], int(those_N.sum())
-                for array, given in zip(arrays[name], images):
-                    array[first : first + size] = given[those_N]
+            is_test_N = _test_mask(part_of(path), len(images[1]), index_of[user])
+            for part, mask_N in (("train", ~is_test_N), ("test", is_test_N)):
+                first, size = start[part][user], int(mask_N.sum())
+                for array_N, values_N in zip(arrays[part], images, strict=True):
+                    array_N[first : first + size] = values_N[mask_N]
         progress("reading LEAF's shards", done, len(paths))
+
+
+def _test_mask(part: str, count: int, client: int) -> np.ndarray:
+    if part != "all":
+        return np.full(count, part == "test")
+    return draw_test_mask(np.zeros(count, int), np.random.default_rng([0, client]))

@@ -1,7 +1,7 @@
 """TFF's federated EMNIST: one SQLite file of ``tf.train.Example`` messages, read without TensorFlow.
 
-A message is ``Example{features=1{feature=1{key=1, value=2{float_list=2|int64_list=3{value=1}}}}}``; of the wire format
-that is all there is to know: a field is a number and a kind, then a varint, four or eight bytes, or a length and bytes.
+A message is ``Example{features=1{feature=1{key=1, value=2{float_list=2|int64_list=3{value=1}}}}}``. In the wire format a
+field is a tag (number and wire type) and then a varint, four or eight bytes, or a length and bytes.
 
 Axis letters: K clients, N images.
 """
@@ -10,110 +10,111 @@ from __future__ import annotations
 
 import lzma
 import sqlite3
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
 
-from fedhdp.datasets import stored
-from fedhdp.datasets.femnist import CLASSES, PIXELS, SIDE, ink
+from fedhdp.datasets.cache import ArrayWriter, write_dataset
+from fedhdp.datasets.femnist import CLASSES, PIXELS, SIDE, to_ink_bytes
+from fedhdp.datasets.importers import ProgressCallback
+from fedhdp.errors import DataError
 
-Progress = Callable[[str, int, int], None]  # is told what is being done, how far it is, and how far it goes
 SPLITS = {
     "digits_train": "digits_only_train",
     "digits_test": "digits_only_test",
     "all_train": "all_train",
     "all_test": "all_test",
 }
-CLIENTS = {"digits": 3383, "all": 3400}  # of the whole dataset
+NUM_CLIENTS = {"digits": 3383, "all": 3400}
 BATCH = 4096
 XZ, LZMA_ALONE, SQLITE = b"\xfd7zXZ\0", b"\x5d\0\0", b"SQLite format 3\0"
+VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types
 
 
-def store_tff(path: Path, sha256: str, progress: Progress, directory: Path | None = None) -> None:
-    """Keep TFF's EMNIST from its SQLite file, compressed or not."""
-    with stored.writing("emnist-tff", {path.name: sha256}, directory) as writer:
+def import_tff(path: Path, sha256: str, progress: ProgressCallback, directory: Path | None = None) -> None:
+    """Store TFF's federated EMNIST from its SQLite file, compressed or not; a damaged or incomplete one is refused."""
+    with write_dataset("emnist-tff", {path.name: sha256}, directory) as writer:
         with open(path, "rb") as file:
             compressed = file.read(len(SQLITE)) != SQLITE
-        # SQLite cannot read a stream, so the 4.7 GB must lie on the disk for a while.
+        # SQLite cannot read a stream, so the 4.7 GB are on disk during the import.
         unpacked = writer.folder / "unpacked.sqlite"
         if compressed:
             _unpack(path, unpacked, progress)
         database = unpacked if compressed else path
-        _refuse_short(database, path)
+        _check_length(database, path)
         connection = _connect(database)
         try:
-            _store(connection, path, writer, progress)
+            _write(connection, path, writer, progress)
         except sqlite3.Error as error:
-            raise ValueError(f"{path} is damaged, or is not TFF's EMNIST: {error}") from error
+            raise DataError(f"{path} is damaged or not TFF's EMNIST: {error}", "file", path) from error
         finally:
             connection.close()
             unpacked.unlink(missing_ok=True)
 
 
-def is_tff(path: Path) -> bool:
-    """Whether a SQLite database has the tables of TFF's; a damaged one is refused."""
-    _refuse_short(path, path)
+def has_tff_tables(path: Path) -> bool:
+    """Whether a SQLite database has TFF's tables; raises `DataError` if it is damaged."""
+    _check_length(path, path)
     try:
         with closing(_connect(path)) as connection:
             tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
             return {"examples", "client_metadata"} <= {name for (name,) in tables}
     except sqlite3.Error as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        raise DataError(f"{path} is damaged: {error}", "file", path) from error
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """A database that is read alone."""
     return sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1", uri=True)
 
 
-def _unpack(path: Path, unpacked: Path, progress: Progress) -> None:
+def _unpack(path: Path, unpacked: Path, progress: ProgressCallback) -> None:
     total = path.stat().st_size
     try:
-        with open(path, "rb") as raw, lzma.open(raw) as packed, open(unpacked, "wb") as out:
-            while chunk := packed.read(1 << 22):
+        with open(path, "rb") as raw, lzma.open(raw) as content, open(unpacked, "wb") as out:
+            while chunk := content.read(1 << 22):
                 out.write(chunk)
                 progress(f"unpacking {path.name}", raw.tell(), total)
     except (lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{path} is damaged or ends too early: {error}") from error
+        raise DataError(f"{path} is damaged or truncated: {error}", "file", path) from error
 
 
-def _refuse_short(database: Path, path: Path) -> None:
-    """SQLite notices a missing end only when it comes there: look at what the header promises."""
+def _check_length(database: Path, path: Path) -> None:
+    """Compare the file's length with its header: SQLite notices a truncated file only when it reads the missing pages."""
     with open(database, "rb") as file:
         header = file.read(100)
-    if len(header) < 100 or header[:16] != SQLITE:
-        raise ValueError(f"{path} holds no SQLite database")
-    page = int.from_bytes(header[16:18], "big")
-    wanted = (65536 if page == 1 else page) * int.from_bytes(header[28:32], "big")
+    if len(header) < 100 or not header.startswith(SQLITE):
+        raise DataError(f"{path} contains no SQLite database", "file", path)
+    page_size = int.from_bytes(header[16:18], "big")
+    expected = (65536 if page_size == 1 else page_size) * int.from_bytes(header[28:32], "big")
     size = database.stat().st_size
-    if size < wanted:
-        raise ValueError(f"{path} ends too early: {size} of {wanted} bytes of the database are there")
+    if size < expected:
+        raise DataError(f"{path} is truncated: the database has {size} of {expected} bytes", "file", path)
 
 
-class _Part:
-    """One split as it is being read: where the next image of each client goes, and a batch that waits to be written."""
+class _SplitWriter:
+    """Collects the examples of one split and writes them in batches, each client's to its place."""
 
-    def __init__(self, writer: stored.Writer, name: str, counts: dict[str, int]):
+    def __init__(self, writer: ArrayWriter, name: str, counts: dict[str, int]):
         total = sum(counts.values())
-        self.x_N = writer.empty(f"{name}_x", (total, SIDE, SIDE), np.uint8)
-        self.y_N = writer.empty(f"{name}_y", (total,), np.uint8)
-        writer.add(**{f"{name}_count": np.array(list(counts.values()), np.int32)})
-        self.end = dict(zip(counts, np.cumsum(list(counts.values())).tolist()))
-        self.next = {client: self.end[client] - count for client, count in counts.items()}
+        self.x_N = writer.create(f"{name}_x", (total, SIDE, SIDE), np.uint8)
+        self.y_N = writer.create(f"{name}_y", (total,), np.uint8)
+        writer.write(**{f"{name}_count": np.array(list(counts.values()), np.int32)})
+        self.end_row = dict(zip(counts, np.cumsum(list(counts.values())).tolist(), strict=True))
+        self.next_row = {client: self.end_row[client] - count for client, count in counts.items()}
         self.pixels, self.labels, self.rows = list[bytes](), list[int](), list[int]()
 
-    def take(self, client: str, message: bytes) -> None:
-        """One example of a client."""
-        row = self.next.get(client, -1)
-        if row < 0 or row == self.end[client]:
-            raise ValueError(f"client {client} has more examples than client_metadata says")
+    def add(self, client: str, message: bytes) -> None:
+        """Add an example of a client."""
+        row = self.next_row.get(client, -1)
+        if row < 0 or row == self.end_row[client]:
+            raise DataError(f"client {client} has more examples than its num_examples", "num_examples", client)
         if not isinstance(message, bytes):
-            raise ValueError(f"its message is {message!r}, not bytes")
+            rule = "serialized_example_proto must be bytes"
+            raise DataError(f"{rule}, got {message!r}", "serialized_example_proto", message)
         pixels, label = parse_example(message)
-        self.next[client] = row + 1
+        self.next_row[client] = row + 1
         self.pixels.append(pixels)
         self.labels.append(label)
         self.rows.append(row)
@@ -122,124 +123,128 @@ class _Part:
 
     def flush(self) -> None:
         """Write the batch."""
-        self.x_N[self.rows] = ink(np.frombuffer(b"".join(self.pixels), "<f4"))
+        self.x_N[self.rows] = to_ink_bytes(np.frombuffer(b"".join(self.pixels), "<f4"))
         self.y_N[self.rows] = self.labels
         self.pixels, self.labels, self.rows = [], [], []
 
     def finish(self) -> None:
-        """All examples must have come."""
+        """Write the last batch and check that no example is missing."""
         self.flush()
-        for client, end in self.end.items():
-            if self.next[client] != end:
-                raise ValueError(
-                    f"client {client} has {end - self.next[client]} examples less than client_metadata says"
-                )
+        for client, end in self.end_row.items():
+            if missing := end - self.next_row[client]:
+                raise DataError(f"client {client} lacks {missing} of its num_examples", "num_examples", client)
 
 
-def _store(connection: sqlite3.Connection, path: Path, writer: stored.Writer, progress: Progress) -> None:
-    counts = _counts(connection, path)
-    parts = {split: _Part(writer, name, counts[name]) for name, split in SPLITS.items()}
-    for name in ("digits", "all"):
-        writer.add(**{f"{name}_client_ids": np.array(list(counts[f"{name}_train"]))})
-    total, done = sum(sum(of.values()) for of in counts.values()), 0
+def _write(connection: sqlite3.Connection, path: Path, writer: ArrayWriter, progress: ProgressCallback) -> None:
+    counts = _read_counts(connection, path)
+    splits = {split: _SplitWriter(writer, name, counts[name]) for name, split in SPLITS.items()}
+    for name in NUM_CLIENTS:
+        writer.write(**{f"{name}_client_ids": np.array(list(counts[f"{name}_train"]))})
+    total = sum(sum(count_of.values()) for count_of in counts.values())
     rows = connection.execute("SELECT split_name, client_id, serialized_example_proto FROM examples")
     for done, (split, client, message) in enumerate(rows, start=1):
-        if split not in parts:
+        if split not in splits:
             continue
         try:
-            parts[split].take(client, message)
-        except ValueError as error:
-            raise ValueError(f"{path}, example {done} ({split}): {error}") from error
+            splits[split].add(client, message)
+        except DataError as error:
+            raise DataError(f"{path}, example {done} ({split}): {error}", error.field, error.value) from error
         if done % 8192 == 0:
             progress(f"reading {path.name}", done, total)
-    for split, part in parts.items():
+    for split, split_writer in splits.items():
         try:
-            part.finish()
-        except ValueError as error:
-            raise ValueError(f"{path} is not whole ({split}): {error}") from error
+            split_writer.finish()
+        except DataError as error:
+            raise DataError(f"{path} ({split}): {error}", error.field, error.value) from error
     progress(f"reading {path.name}", total, total)
 
 
-def _counts(connection: sqlite3.Connection, path: Path) -> dict[str, dict[str, int]]:
-    """How many examples each client has in each split; the clients of a train split and its test split in one order."""
-    found: dict[str, dict[str, int]] = {}
+def _read_counts(connection: sqlite3.Connection, path: Path) -> dict[str, dict[str, int]]:
+    """The number of examples of each client in each split; train and test splits have the same clients in one order."""
+    counts: dict[str, dict[str, int]] = {split: {} for split in SPLITS.values()}
     rows = connection.execute("SELECT split_name, client_id, num_examples FROM client_metadata ORDER BY client_id")
     for split, client, count in rows:
         if not isinstance(client, str) or not isinstance(count, int) or not 0 <= count < 2**31:
-            raise ValueError(f"{path} is damaged: client_metadata says {count!r} examples for client {client!r}")
-        found.setdefault(split, {})[client] = count
+            complaint = f"num_examples of client {client!r} is {count!r}"
+            raise DataError(f"{path} is damaged: {complaint}", "num_examples", count)
+        counts.setdefault(split, {})[client] = count
     for split in SPLITS.values():
-        if not sum(found.get(split, {}).values()):
-            raise ValueError(f"{path} has no examples of the split {split}")
-    for name in ("digits", "all"):
-        train, test = found[SPLITS[f"{name}_train"]], found[SPLITS[f"{name}_test"]]
-        if strangers := test.keys() - train.keys():
-            raise ValueError(f"{path}: client {min(strangers)} has test examples but none to train")
-        if len(train) != CLIENTS[name]:
-            split = SPLITS[f"{name}_train"]
-            raise ValueError(f"{path} is not whole: {len(train):,} clients in {split}, where TFF has {CLIENTS[name]:,}")
-        found[SPLITS[f"{name}_test"]] = {client: test.get(client, 0) for client in train}
-    promised = 4 * PIXELS * sum(sum(found[split].values()) for split in SPLITS.values())
-    ((pages, size),) = connection.execute("SELECT page_count, page_size FROM pragma_page_count, pragma_page_size")
-    if promised > pages * size:
-        raise ValueError(
-            f"{path} is not whole: client_metadata says more examples than its {pages * size:,} bytes hold"
-        )
-    return {name: found[split] for name, split in SPLITS.items()}
+        if not sum(counts[split].values()):
+            raise DataError(f"{path} has no examples of the split {split}", "split_name", split)
+    for name, num_clients in NUM_CLIENTS.items():
+        split, test_split = SPLITS[f"{name}_train"], SPLITS[f"{name}_test"]
+        train, test = counts[split], counts[test_split]
+        if only_test := test.keys() - train.keys():
+            client = min(only_test)
+            raise DataError(f"{path}: client {client} has test examples but no train examples", "client_id", client)
+        if len(train) != num_clients:
+            complaint = f"{len(train):,} of {num_clients:,} clients in {split}"
+            raise DataError(f"{path} is incomplete: {complaint}", "client_metadata", len(train))
+        counts[test_split] = {client: test.get(client, 0) for client in train}
+    pixel_bytes = 4 * PIXELS * sum(sum(counts[split].values()) for split in SPLITS.values())
+    ((pages, page_size),) = connection.execute("SELECT page_count, page_size FROM pragma_page_count, pragma_page_size")
+    if pixel_bytes > pages * page_size:
+        complaint = f"num_examples add up to more than its {pages * page_size:,} bytes"
+        raise DataError(f"{path} is incomplete: {complaint}", "num_examples", pixel_bytes)
+    return {name: counts[split] for name, split in SPLITS.items()}
 
 
 def parse_example(message: bytes) -> tuple[bytes, int]:
-    """The pixels, as the bytes of little-endian floats, and the label of one message."""
+    """The pixels, as the bytes of little-endian floats, and the label of a ``tf.train.Example``."""
     feature = {}
-    for features in _inside(message, 0, len(message), 1):
-        for entry in _inside(message, *features, 1):
-            key = [message[start:end] for start, end in _inside(message, *entry, 1)]
-            value = list(_inside(message, *entry, 2))
-            if key and value:
-                feature[key[-1]] = value[-1]
-    for wanted in (b"pixels", b"label"):
-        if wanted not in feature:
-            raise ValueError(f"no feature {wanted.decode()}")
+    for features in _fields(message, 0, len(message), 1):
+        for entry in _fields(message, *features, 1):
+            keys = [message[start:end] for start, end in _fields(message, *entry, 1)]
+            values = _fields(message, *entry, 2)
+            if keys and values:
+                feature[keys[-1]] = values[-1]
+    for name in ("pixels", "label"):
+        if name.encode() not in feature:
+            raise DataError(f"the message has no feature {name}", name)
     pixels = b"".join(
-        message[a:b] for part in _inside(message, *feature[b"pixels"], 2) for a, b in _inside(message, *part, 1)
+        message[start:end]
+        for floats in _fields(message, *feature[b"pixels"], 2)
+        for start, end in _fields(message, *floats, 1)
     )
-    labels = [at for part in _inside(message, *feature[b"label"], 3) for at in _inside(message, *part, 1)]
+    labels = [span for ints in _fields(message, *feature[b"label"], 3) for span in _fields(message, *ints, 1)]
     label = _varint(message, labels[0][0])[0] if labels and labels[0][0] < labels[0][1] else -1
-    if len(pixels) != 4 * PIXELS or not 0 <= label < CLASSES:
-        raise ValueError(f"{len(pixels) // 4} pixels and label {label}, not {PIXELS} and one below {CLASSES}")
+    if len(pixels) != 4 * PIXELS:
+        raise DataError(f"an example must have {PIXELS} pixels, got {len(pixels) // 4}", "pixels", len(pixels) // 4)
+    if not 0 <= label < CLASSES:
+        raise DataError(f"label must be from 0 to {CLASSES - 1}, got {label}", "label", label)
     return pixels, label
 
 
-def _inside(message: bytes, at: int, end: int, wanted: int) -> list[tuple[int, int]]:
-    """From where to where each field of this number lies, less its length if it has one."""
-    found = []
-    while at < end:
-        tag, at = _varint(message, at)
-        kind, start = tag & 7, at
-        if kind == 2:
-            length, start = _varint(message, at)
-            at = start + length
-        elif kind == 0:
-            _, at = _varint(message, at)
-        elif kind in (1, 5):
-            at += 8 if kind == 1 else 4
+def _fields(message: bytes, position: int, end: int, number: int) -> list[tuple[int, int]]:
+    """Where the values of all fields with this number start and end."""
+    spans = []
+    while position < end:
+        tag, position = _varint(message, position)
+        wire_type, start = tag & 7, position
+        if wire_type == LENGTH_DELIMITED:
+            length, start = _varint(message, position)
+            position = start + length
+        elif wire_type == VARINT:
+            _, position = _varint(message, position)
+        elif wire_type in (FIXED64, FIXED32):
+            position += 8 if wire_type == FIXED64 else 4
         else:
-            raise ValueError(f"no protocol buffer: wire kind {kind}")
-        if at > end:
-            raise ValueError("the message ends too early")
-        if tag >> 3 == wanted:
-            found.append((start, at))
-    return found
+            raise DataError(f"the message is no protocol buffer: wire type {wire_type}", "wire_type", wire_type)
+        if position > end:
+            raise DataError("the message is truncated", "message")
+        if tag >> 3 == number:
+            spans.append((start, position))
+    return spans
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """A whole number in pieces of seven bits, and where it ends."""
+def _varint(message: bytes, position: int) -> tuple[int, int]:
+    """The integer in groups of seven bits from this position on, and the position after it."""
     value = shift = 0
     while True:
-        if at >= len(message) or shift > 63:
-            raise ValueError("the message ends too early")
-        byte = message[at]
+        if position >= len(message) or shift > 63:
+            raise DataError("the message is truncated", "message")
+        byte = message[position]
         value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
+        position, shift = position + 1, shift + 7
         if byte < 128:
-            return value, at
+            return value, position

@@ -1,0 +1,89 @@
+"""MNIST's idx files."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from fedhdp.datasets.cache import write_dataset
+from fedhdp.datasets.catalog import DATASETS
+from fedhdp.errors import DataError
+
+IDX_BYTES, GZIP = b"\0\0\x08", b"\x1f\x8b"  # how idx files of unsigned bytes, and gzip files, begin
+FILE_OF_ARRAY = {
+    "train_x": "train-images-idx3-ubyte.gz",
+    "train_y": "train-labels-idx1-ubyte.gz",
+    "test_x": "t10k-images-idx3-ubyte.gz",
+    "test_y": "t10k-labels-idx1-ubyte.gz",
+}
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """The array in an idx file of unsigned bytes, gzipped or not."""
+    return _parse_idx(_read(path), path)
+
+
+def mnist_file_name(path: Path) -> str | None:
+    """MNIST's name of a file, by its content; None if it is no idx file of bytes. Other idx files are refused."""
+    if not _begins_as_idx(path):
+        return None
+    raw = _read(path)
+    sha256 = hashlib.sha256(raw).hexdigest()
+    for file in DATASETS["mnist"].files:
+        if sha256 == file.content_sha256:
+            return file.name
+    shape = "x".join(map(str, _parse_idx(raw, path).shape))
+    raise DataError(f"{path} ({shape} bytes) is not a file of MNIST: its sha256 is {sha256}", "sha256", sha256)
+
+
+def import_mnist(files: dict[str, Path], sha256_of: dict[str, str], directory: Path | None = None) -> None:
+    """Store MNIST from its four files and their checksums, by their names in `FILE_OF_ARRAY`."""
+    arrays = {array: read_idx(files[name]) for array, name in FILE_OF_ARRAY.items()}
+    for part in ("train", "test"):
+        x_N, y_N = arrays[f"{part}_x"], arrays[f"{part}_y"]
+        path = files[FILE_OF_ARRAY[f"{part}_y"]]
+        if x_N.ndim != 3 or y_N.shape != x_N.shape[:1]:
+            raise DataError(f"{path} has labels {y_N.shape} for images {x_N.shape}", "labels", y_N.shape)
+        if y_N.max(initial=0) > 9:
+            raise DataError(f"{path}: labels must be from 0 to 9, got {y_N.max()}", "labels", int(y_N.max()))
+    with write_dataset("mnist", sha256_of, directory) as writer:
+        writer.write(**arrays)
+
+
+def _begins_as_idx(path: Path) -> bool:
+    with open(path, "rb") as file:
+        start = file.read(len(IDX_BYTES))
+    if start.startswith(GZIP):
+        try:
+            with gzip.open(path) as unpacked:
+                start = unpacked.read(len(IDX_BYTES))
+        except (EOFError, OSError, zlib.error) as error:
+            raise DataError(f"{path} is damaged or truncated: {error}", "file", path) from error
+    return start == IDX_BYTES
+
+
+def _read(path: Path) -> bytes:
+    """A file's bytes, decompressed if it is gzipped."""
+    raw = path.read_bytes()
+    if not raw.startswith(GZIP):
+        return raw
+    try:
+        return gzip.decompress(raw)
+    except (EOFError, OSError, zlib.error) as error:
+        raise DataError(f"{path} is damaged or truncated: {error}", "file", path) from error
+
+
+def _parse_idx(raw: bytes, path: Path) -> np.ndarray:
+    if len(raw) < 4 or not raw.startswith(IDX_BYTES) or not 1 <= raw[3] <= 4:
+        raise DataError(f"{path} is not an idx file of bytes: it begins with 0x{raw[:4].hex()}", "file", path)
+    header = 4 + 4 * raw[3]
+    shape = tuple(np.frombuffer(raw[4:header], ">u4").tolist()) if len(raw) >= header else ()
+    expected = header + int(np.prod(shape, dtype=object))
+    if not shape or len(raw) != expected:
+        size = "x".join(map(str, shape)) or "unknown shape"
+        raise DataError(f"{path} is damaged: {len(raw)} bytes, an idx file of {size} has {expected}", "file", path)
+    return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)

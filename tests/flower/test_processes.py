@@ -114,11 +114,7 @@ class Site:
 
     def summary(self, run: str, seconds: float = 150) -> Summary:
         file = self.out / "summary.json"
-        try:
-            self.fleet.wait_for(run, file, seconds)
-        except (TimeoutError, RuntimeError):
-            print(self.fleet.log(f"run {run}").read_text())
-            raise
+        self.fleet.wait_for(run, file.exists, seconds)
         return read_value(file, Summary)
 
     def completed_rounds(self) -> int:

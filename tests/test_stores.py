@@ -111,7 +111,7 @@ def test_products_of_examples_are_those_of_the_client_wherever_it_lies():
         seats = assign_slots(shares, 8 * simulation.engine.devices)
         start_C = simulation.examples.fetch(seats)[2]
         gram_K = simulation.engine.fetch(simulation.gram_K)
-        each = 0 if simulation.engine.shape.replicated else len(gram_K) // simulation.engine.devices
+        each = 0 if simulation.engine.config.replicated else len(gram_K) // simulation.engine.devices
         for slot in np.flatnonzero(seats.is_participating_C):
             first = backwards.start_K[seats.client_C[slot]]
             x_MF = backwards.x_N[first : first + size].reshape(size, -1) / 255.0

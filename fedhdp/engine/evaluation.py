@@ -73,7 +73,7 @@ class Evaluation:
         at_once = AT_ONCE if isinstance(self.store, MemoryMappedPersonalModels) else max(len(asked), 1)
         for first in range(0, len(asked), at_once):
             shares = partition_by_owner(self.engine, asked[first : first + at_once])
-            seats = assign_slots(shares, self.engine.slots(max(map(len, shares))))
+            seats = assign_slots(shares, self.engine.padded_cohort_size(max(map(len, shares))))
             x_N, y_N, start_C = kept.fetch(seats)
             lent, row_C = None, seats.place_C
             if self.store is not None and personal is not None:

@@ -145,7 +145,7 @@ class MemoryMappedPersonalModels:
         self._copy_unwritten(leaves, client_B)
         rows = np.where(slot_B >= 0, seats.place_C[slot_B], len(known_C)).astype(np.int32)
         brought = jax.tree.unflatten(jax.tree.structure(self.engine.like), leaves)
-        return self.engine.lay(desk, *self.engine.put((brought, rows), self.engine.by_client))
+        return self.engine.scatter_rows(desk, *self.engine.put((brought, rows), self.engine.by_client))
 
     def _copy_unwritten(self, leaves: list[np.ndarray], client_B: np.ndarray) -> None:
         """Models of the last round that may not be in the file yet, from its desk: a client may be asked again at once."""

@@ -110,15 +110,7 @@ def run_deployment(grid: Grid, deployment: Deployment, initial_arrays: Arrays, s
 def start_billing(
     deployment: Deployment, ledger: Ledger, run: str, segments: Iterable[Segment] = (), dropped: Iterable[str] = ()
 ) -> DeploymentBilling:
-    """The billing of a deployment's run.
-
-    Args:
-        deployment: The configuration.
-        ledger: The ledger to charge.
-        run: The run's id.
-        segments: The segments so far, from a checkpoint.
-        dropped: The groups dropped so far.
-    """
+    """The billing of a deployment's run, from the segments and dropped groups of a checkpoint."""
     return DeploymentBilling(
         ledger,
         run,
@@ -175,7 +167,7 @@ def _run(
     stopped = _run_rounds(grid, strategy, variant, save_checkpoint)
     _evaluate(grid, strategy, variant)
     deployment, billing, seconds = strategy.deployment, strategy.billing, time.monotonic() - started
-    groups = account_groups(billing.full_mechanism, billing.spent, deployment.delta_of)
+    groups = account_groups(billing.full_mechanism, billing.costs, deployment.delta_of)
     result = VariantResult(VARIANT, "fedhdp", strategy.round, seconds, deployment.repeatable, groups, stopped=stopped)
     result = attach_metrics(result, variant.history())
     variant.finish(_named_parameters(strategy), result)

@@ -72,19 +72,19 @@ def compare(out: Path, table: str) -> Comparison:
     paper_table, first = tables.TABLES.get(table), runs[0].experiment
     lines = tuple(_line(key, seeds, table) for key, seeds in by_seed.items())
     return Comparison(
-        table,
-        tables.describe_data(paper_table or tables.TABLES["noniid-mnist"], first.data),
-        first.rounds,
-        {run.part: run.experiment.mechanism.sampling for run in runs},
-        tuple(sorted({run.seed for run in runs})),
-        tuple(unfinished),
-        _seconds_per_seed(runs),
-        tuple(dict.fromkeys(run.machine for run in runs if run.machine is not None)),
-        fedhdp.__version__,
-        tuple(_claims(out, table, by_seed)),
-        tuple(group_costs(runs)),
-        tuple(_notes(runs, lines, paper_table) + _note_repetitions(by_run) + _note_unequal_seeds(by_seed)),
-        lines,
+        table=table,
+        data=tables.describe_data(paper_table or tables.TABLES["noniid-mnist"], first.data),
+        rounds=first.rounds,
+        sampling={run.part: run.experiment.mechanism.sampling for run in runs},
+        seeds=tuple(sorted({run.seed for run in runs})),
+        unfinished=tuple(unfinished),
+        seconds_per_seed=_seconds_per_seed(runs),
+        machines=tuple(dict.fromkeys(run.machine for run in runs if run.machine is not None)),
+        version=fedhdp.__version__,
+        claims=tuple(_claims(out, table, by_seed)),
+        costs=tuple(group_costs(runs)),
+        notes=tuple(_notes(runs, lines, paper_table) + _note_repetitions(by_run) + _note_unequal_seeds(by_seed)),
+        lines=lines,
     )
 
 

@@ -55,9 +55,7 @@ class Line(msgspec.Struct, frozen=True):
     seeds: tuple[int, ...] = ()
 
 
-class Comparison(msgspec.Struct, frozen=True):
-    """A table beside the paper's."""
-
+class _Head(msgspec.Struct, frozen=True, kw_only=True):
     table: str
     data: str
     rounds: int
@@ -70,6 +68,11 @@ class Comparison(msgspec.Struct, frozen=True):
     claims: tuple[ClaimResult, ...]
     costs: tuple[GroupCost, ...]
     notes: tuple[str, ...]
+
+
+class Comparison(_Head, frozen=True, kw_only=True):
+    """A table beside the paper's."""
+
     lines: tuple[Line, ...]
 
     @property
@@ -166,35 +169,18 @@ class Moments(msgspec.Struct, frozen=True):
         return (half_interval(unit) or math.nan) * self.sd / stdev(unit)
 
 
-class _Row(msgspec.Struct, frozen=True):
-    part: str
-    row: str
-    algorithm: str
-    weight: float | None
-    pull: float | str | None
+class _Row(LineKey, frozen=True, kw_only=True):
     seeds: tuple[int, ...]
     cells: dict[str, list[float] | Moments]
 
 
-class _File(msgspec.Struct, frozen=True):
-    table: str
-    data: str
-    rounds: int
-    sampling: dict[str, str]
-    seeds: tuple[int, ...]
-    unfinished: tuple[str, ...]
-    seconds_per_seed: dict[str, float]
-    machines: tuple[Machine, ...]
-    version: str
-    claims: tuple[ClaimResult, ...]
-    costs: tuple[GroupCost, ...]
-    notes: tuple[str, ...]
+class _File(_Head, frozen=True, kw_only=True):
     rows: tuple[_Row, ...]
 
 
 def encode_summary(comparison: Comparison) -> bytes:
     """The content of ``summary.json``: indented, with a line for each row."""
-    head = {name: getattr(comparison, name) for name in _File.__struct_fields__ if name != "rows"}
+    head = {name: getattr(comparison, name) for name in _Head.__struct_fields__}
     head["seconds_per_seed"] = {part: round(value, 1) for part, value in comparison.seconds_per_seed.items()}
     rows = []
     for line in comparison.lines:
@@ -228,10 +214,10 @@ def read_summary(path: Path, table: str | None = None) -> Comparison:
         raise RunError(f"{path} is not the summary of a table: {error}", "--out", path) from None
     if table not in (None, file.table):
         raise RunError(f"{path} has {file.table}, not {table}", "--out", path)
-    fields = {name: getattr(file, name) for name in _File.__struct_fields__ if name != "rows"}
+    fields = {name: getattr(file, name) for name in _Head.__struct_fields__}
     lines = []
     for row in file.rows:
-        key = LineKey(row.part, row.row, row.algorithm, row.weight, row.pull)
+        key = LineKey(*(getattr(row, name) for name in LineKey.__struct_fields__))
         lines.append(make_line(key, row.cells, row.seeds, file.table))
     return Comparison(**fields, lines=tuple(lines))
 

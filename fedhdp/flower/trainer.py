@@ -17,6 +17,7 @@ from fedhdp.client import LocalTraining, as_floats, shuffle
 from fedhdp.engine import kernels
 from fedhdp.engine.chunk import Clients, client_updates
 from fedhdp.engine.low_rank import parametrize
+from fedhdp.errors import ModelError
 from fedhdp.flower.clientapp import Trainer
 from fedhdp.flower.protocol import Arrays
 from fedhdp.models import Model, Parameters, take, use_conv_relu_pool
@@ -24,18 +25,18 @@ from fedhdp.rng import BATCHES, MODEL, stream
 
 
 def named(parameters: Parameters) -> Arrays:
-    """A model's parameters as arrays named by where they stand in it."""
+    """A model's parameters as arrays named by their place in it."""
     leaves, _ = jax.tree.flatten_with_path(parameters)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
 
 
 def initial_arrays(model: Model, seed: int) -> Arrays:
-    """The model before the first round: the simulator's, under the same seed."""
+    """The model before the first round, the same as a simulation's with this seed."""
     return named(model.init(_key(seed, MODEL, 0)))
 
 
 def scorer(model: Model, x_N: np.ndarray, y_N: np.ndarray) -> Callable[[Arrays], float]:
-    """How good a model is on these examples."""
+    """A function that returns the mean score of a model on these examples."""
 
     def score(arrays: Arrays) -> float:
         outputs_N = model.apply(_parameters(model, arrays), as_floats(jnp.asarray(x_N)), None)
@@ -52,54 +53,63 @@ def jax_trainer(
     test: tuple[np.ndarray, np.ndarray] | None = None,
     batches: tuple[int, int] | None = None,
 ) -> Trainer:
-    """A trainer for one client's examples; ``batches``: a seed and the client's number, for batches like a simulator's."""
+    """A trainer for one client's examples.
+
+    Args:
+        model: The model.
+        training: How the client trains.
+        x_M: Its inputs.
+        y_M: Its targets.
+        test: Its test inputs and targets, if it has some.
+        batches: A seed and the client's number, to shuffle as a simulation does; by default at random.
+
+    Returns:
+        The trainer, for ``clientapp``.
+    """
 
     def fit(parameters: Arrays, personal: Arrays, pull: float, round: int) -> tuple[Arrays, Arrays | None]:
         theta = _parameters(model, parameters)
-        own = _parameters(model, personal) if training.personalize else None
+        personal_theta = _parameters(model, personal) if training.personalize else None
         seed, number = batches if batches is not None else (secrets.randbits(31), 0)
         key = jax.random.fold_in(_key(seed, BATCHES, round), number)
         rates = jnp.array(training.rates(round), jnp.float32)
-        update, own = _compile(model, training)(theta, own, x_M, y_M, jnp.float32(pull), key, rates)
-        trained = jax.tree.map(jnp.add, theta, update)
-        return named(trained), None if own is None else named(own)
+        train = _compile(model, training)
+        update, personal_theta = train(theta, personal_theta, x_M, y_M, jnp.float32(pull), key, rates)
+        trained = named(jax.tree.map(jnp.add, theta, update))
+        return trained, None if personal_theta is None else named(personal_theta)
 
     return Trainer(fit, None if test is None or not len(test[1]) else scorer(model, *test))
 
 
 @lru_cache(maxsize=8)
 def _compile(model: Model, training: LocalTraining) -> Callable:
-    """A compiled round of one client, a chunk of one."""
+    """A compiled round of one client, which is a chunk of one."""
 
     def train(theta, personal, x_M, y_M, pull, key, rates):
-        count = len(y_M)
+        count, models = len(y_M), 0 if personal is None else 1
         order_M = shuffle(key, count, count)
         x_CM, y_CM = as_floats(x_M[order_M])[None], y_M[order_M][None]
-        theta_R = take(theta, None)
         personal_CV = None if personal is None else take(personal, (None, None))
-        run_V, pull_CV = np.zeros(0 if personal is None else 1, int), jnp.full((1, 0 if personal is None else 1), pull)
-        clients = Clients(y_CM, jnp.array([count]), pull_CV, key[None])
+        clients = Clients(y_CM, jnp.array([count]), jnp.full((1, models), pull), key[None])
         with use_conv_relu_pool(kernels.conv_relu_pool):
-            parametrization = parametrize(model, theta_R, run_V, x_CM)
+            parametrization = parametrize(model, take(theta, None), np.zeros(models, int), x_CM)
             updates, personal_CV = client_updates(
                 model, training, parametrization, clients, personal_CV, rates, uniform_size=True
             )
-        update = parametrization.weighted_sum(
-            jnp.ones(1), jax.tree.map(lambda leaf_CR: leaf_CR[:, 0], updates.update_CR)
-        )
+        update = parametrization.weighted_sum(jnp.ones(1), take(updates.update_CR, (slice(None), 0)))
         return update, None if personal is None else take(personal_CV, (0, 0))
 
     return jax.jit(train)
 
 
 def _parameters(model: Model, arrays: Arrays) -> Parameters:
-    """Named arrays as the model's parameters; arrays of other names or shapes are refused."""
-    like = jax.eval_shape(model.init, jax.random.key(0))
-    leaves, tree = jax.tree.flatten_with_path(like)
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    if set(names) != set(arrays) or any(arrays[name].shape != leaf.shape for name, (_, leaf) in zip(names, leaves)):
-        raise ValueError(f"arrays {sorted(arrays)} are not this model's, {names}")
-    return jax.tree.unflatten(tree, [jnp.asarray(arrays[name]) for name in names])
+    """Named arrays as the model's parameters; arrays with other names or shapes are refused."""
+    leaves, tree = jax.tree.flatten_with_path(jax.eval_shape(model.init, jax.random.key(0)))
+    shapes = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape for path, leaf in leaves}
+    if {name: array.shape for name, array in arrays.items()} != shapes:
+        names = sorted(arrays)
+        raise ModelError(f"arrays must be the model's, {sorted(shapes)} of its shapes, got {names}", "arrays", names)
+    return jax.tree.unflatten(tree, [jnp.asarray(arrays[name]) for name in shapes])
 
 
 def _key(seed: int, purpose: int, round: int) -> jax.Array:

@@ -9,26 +9,28 @@ needs two lines:
     model = Model(init=lambda key: net.init(key, jnp.zeros((1, 28, 28))),
                   apply=lambda parameters, x_N, key: net.apply(parameters, x_N))
 
-A model whose first layer is dense is best made with ``dense_first``: the engine can then train it in the span of a
-client's examples (see ``span.py``), which is the same mathematics for a fraction of the arithmetic.
+A model whose first layer is dense is best made with ``dense_first``: the engine can then train it by low-rank updates
+(see ``engine/low_rank.py``), which is the same mathematics for a fraction of the arithmetic.
 
-Axis letters: N examples, H units.
+``mlp``, ``cnn`` and ``linear`` return the same object when they are called again with the same arguments, so that all
+simulations with such a model share one compilation.
+
+Axis letters: N examples, L classes, H units, D outputs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from fedhdp.data import Examples, FederatedData
-from fedhdp.engine.descent import times
-from fedhdp.engine.kernels.convolution import convolve_and_halve
-from fedhdp.errors import require
+from fedhdp.errors import DataError
 
 Parameters = Any  # any pytree of float arrays
 Array = jax.Array
@@ -40,53 +42,82 @@ def take(parameters_C: Parameters, which: Any) -> Parameters:
 
 
 @jax.custom_jvp
-def cross_entropy(logits_NC: Array, label_N: Array) -> Array:
-    """The loss of each example against its label."""
-    _same_shape(label_N, logits_NC[..., 0], "labels")
-    return jax.nn.logsumexp(logits_NC, axis=-1) - jnp.sum(logits_NC * _one_hot(label_N, logits_NC), axis=-1)
+def cross_entropy(logits_NL: Array, label_N: Array) -> Array:
+    """The cross entropy of each example.
+
+    Args:
+        logits_NL: The model's outputs.
+        label_N: The number of each example's class.
+
+    Returns:
+        One number for each example.
+
+    Raises:
+        DataError: If there is not one label for each example.
+    """
+    _check_shape("labels", label_N, logits_NL[..., 0])
+    return jax.nn.logsumexp(logits_NL, axis=-1) - jnp.sum(logits_NL * _one_hot(label_N, logits_NL), axis=-1)
 
 
 @cross_entropy.defjvp
-def _cross_entropy_slope(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
-    """Its slope is the probabilities less the label's 1; said here, since it is found in fewer passes so."""
-    logits_NC, label_N = primals
-    e_NC = jnp.exp(logits_NC - jnp.max(logits_NC, axis=-1, keepdims=True))
-    slope_NC = e_NC / jnp.sum(e_NC, axis=-1, keepdims=True) - _one_hot(label_N, logits_NC)
-    return cross_entropy(logits_NC, label_N), jnp.sum(slope_NC * tangents[0], axis=-1)
+def _cross_entropy_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
+    """The derivative, probabilities minus one-hot labels, in fewer passes than automatic differentiation takes."""
+    logits_NL, label_N = primals
+    e_NL = jnp.exp(logits_NL - jnp.max(logits_NL, axis=-1, keepdims=True))
+    gradient_NL = e_NL / jnp.sum(e_NL, axis=-1, keepdims=True) - _one_hot(label_N, logits_NL)
+    return cross_entropy(logits_NL, label_N), jnp.sum(gradient_NL * tangents[0], axis=-1)
 
 
-def _one_hot(label_N: Array, logits_NC: Array) -> Array:
-    return jax.nn.one_hot(label_N, logits_NC.shape[-1], dtype=logits_NC.dtype)
+def _one_hot(label_N: Array, logits_NL: Array) -> Array:
+    return jax.nn.one_hot(label_N, logits_NL.shape[-1], dtype=logits_NL.dtype)
 
 
-def correct(logits_NC: Array, label_N: Array) -> Array:
-    """1 for each example whose label is the likeliest, else 0, as where the model is no number any more."""
-    likeliest_N, real_N = jnp.argmax(logits_NC, axis=-1), jnp.isfinite(jnp.max(logits_NC, axis=-1))
-    return ((likeliest_N == label_N) & real_N).astype(jnp.float32)
+def correct(logits_NL: Array, label_N: Array) -> Array:
+    """1 for each example whose label has the largest logit, 0 for the others and where a logit is not finite."""
+    predicted_N, finite_N = jnp.argmax(logits_NL, axis=-1), jnp.isfinite(jnp.max(logits_NL, axis=-1))
+    return ((predicted_N == label_N) & finite_N).astype(jnp.float32)
 
 
 def squared_error(output_ND: Array, target_ND: Array) -> Array:
-    """Half the squared distance of each output to its target."""
-    _same_shape(target_ND, output_ND, "targets")
+    """Half the squared distance of each output to its target.
+
+    Args:
+        output_ND: The model's outputs.
+        target_ND: The targets.
+
+    Returns:
+        One number for each example.
+
+    Raises:
+        DataError: If targets and outputs differ in shape.
+    """
+    _check_shape("targets", target_ND, output_ND)
     return 0.5 * jnp.sum((output_ND - target_ND) ** 2, axis=-1)
 
 
-def _same_shape(given: Array, wanted: Array, what: str) -> None:
-    if jnp.shape(given) != jnp.shape(wanted):
-        raise ValueError(
-            f"{what} must be of the shape {jnp.shape(wanted)}, which the outputs have, not {jnp.shape(given)}"
-        )
+def _check_shape(field: str, value: Array, like: Array) -> None:
+    """Refuse arrays of another shape, which would be broadcast."""
+    shape, expected = jnp.shape(value), jnp.shape(like)
+    if shape != expected:
+        raise DataError(f"{field} must have the shape of the outputs, {expected}, got {shape}", field, shape)
 
 
 class Model(NamedTuple):
-    """How to make parameters, how to predict with them, and how to judge the prediction: a score is better if higher."""
+    """How to initialize parameters, predict with them, and evaluate predictions.
+
+    Args:
+        init: From a random key to parameters.
+        apply: From parameters, inputs [N, ...] and a random key (None in evaluation) to outputs [N, ...].
+        loss: From outputs and targets to the loss of each example.
+        score: From outputs and targets to the score of each example, the higher the better.
+        head: What follows a dense first layer; set by ``dense_first``.
+    """
 
     init: Callable[[Array], Parameters]
     apply: Callable[[Parameters, Array, Array | None], Array]
     loss: Callable[[Array, Array], Array] = cross_entropy
     score: Callable[[Array, Array], Array] = correct
-    head: Callable[[Parameters, Array, Array | None], Array] | None = None  # set by dense_first
-    wide: str | None = None  # a layer that holds most of the weights, of which ``apply`` takes products with ``times``
+    head: Callable[[Parameters, Array, Array | None], Array] | None = None
 
 
 def dense_first(
@@ -94,9 +125,20 @@ def dense_first(
     head: Callable[[Parameters, Array, Array | None], Array],
     inputs: int,
     units: int,
-    **judge: Any,
+    **loss_and_metric: Any,
 ) -> Model:
-    """A model that is ``head(rest, x·w + b, key)``: a dense layer on the flat input, then anything."""
+    """A model that is ``head(rest, x·w + b, key)``: a dense layer on the flat input, then anything.
+
+    Args:
+        init_rest: From a random key to the parameters of the head.
+        head: From its parameters, the dense layer's outputs and a random key to the model's outputs.
+        inputs: Numbers of one example.
+        units: Outputs of the dense layer.
+        **loss_and_metric: ``loss`` and ``score`` of the model.
+
+    Returns:
+        The model; its parameters are ``{"first": {"w", "b"}, "rest": ...}``.
+    """
 
     def init(key: Array) -> Parameters:
         first, rest = jax.random.split(key)
@@ -106,7 +148,7 @@ def dense_first(
         flat_NF = x_N.reshape(x_N.shape[0], -1)
         return head(parameters["rest"], flat_NF @ parameters["first"]["w"] + parameters["first"]["b"], key)
 
-    return Model(init, apply, head=head, **judge)
+    return Model(init, apply, head=head, **loss_and_metric)
 
 
 def dense(key: Array, inputs: int, units: int) -> Parameters:
@@ -115,41 +157,57 @@ def dense(key: Array, inputs: int, units: int) -> Parameters:
     return {"w": jax.random.uniform(key, (inputs, units), minval=-limit, maxval=limit), "b": jnp.zeros(units)}
 
 
-def turned(a: Array) -> Array:
-    """A matrix transposed and written down as such: products of many small matrices on CPUs are fast only so."""
+def materialized_transpose(a: Array) -> Array:
+    """A matrix transposed in memory: batches of small matrix products are fast on CPUs only so."""
     return jax.lax.optimization_barrier(a.T)
 
 
 @jax.custom_vjp
-def to_classes(h_NH: Array, w_CH: Array) -> Array:
-    """A dense layer to few outputs, a row of weights for each: fast, and its gradients too, for many small networks."""
-    return jnp.einsum("ch,nh->cn", w_CH, h_NH).T
+def output_layer(h_NH: Array, w_LH: Array) -> Array:
+    """A dense layer to few outputs with a row of weights for each, fast for many small networks, as are its gradients."""
+    return jnp.einsum("lh,nh->ln", w_LH, h_NH).T
 
 
-def _to_classes_backward(saved: tuple[Array, Array], g_NC: Array) -> tuple[Array, Array]:
-    h_NH, w_CH = saved
-    return g_NC @ w_CH, turned(g_NC) @ h_NH
+def _output_layer_backward(saved: tuple[Array, Array], g_NL: Array) -> tuple[Array, Array]:
+    h_NH, w_LH = saved
+    return g_NL @ w_LH, materialized_transpose(g_NL) @ h_NH
 
 
-to_classes.defvjp(lambda h_NH, w_CH: (jnp.einsum("ch,nh->cn", w_CH, h_NH).T, (h_NH, w_CH)), _to_classes_backward)
+output_layer.defvjp(lambda h_NH, w_LH: (output_layer(h_NH, w_LH), (h_NH, w_LH)), _output_layer_backward)
 
 
-def linear(inputs: int, outputs: int, bias: bool = True, **judge: Any) -> Model:
-    """A linear model; with the default loss, multinomial logistic regression."""
+@lru_cache(maxsize=128)
+def linear(
+    inputs: int,
+    outputs: int,
+    bias: bool = True,
+    loss: Callable[[Array, Array], Array] = cross_entropy,
+    score: Callable[[Array, Array], Array] = correct,
+) -> Model:
+    """A linear model; with the default loss, multinomial logistic regression.
+
+    Args:
+        inputs: Numbers of one example.
+        outputs: Numbers of one output.
+        bias: Whether a bias is added.
+        loss: From outputs and targets to the loss of each example.
+        score: From outputs and targets to the score of each example.
+    """
     if bias:
-        return dense_first(lambda key: {}, lambda rest, h_NH, key: h_NH, inputs, outputs, **judge)
+        return dense_first(lambda key: {}, lambda rest, h_NH, key: h_NH, inputs, outputs, loss=loss, score=score)
 
     def apply(parameters: Parameters, x_N: Array, key: Array | None) -> Array:
         return x_N.reshape(x_N.shape[0], -1) @ parameters["w"]
 
-    return Model(lambda key: {"w": dense(key, inputs, outputs)["w"]}, apply, **judge)
+    return Model(lambda key: {"w": dense(key, inputs, outputs)["w"]}, apply, loss, score)
 
 
+@lru_cache(maxsize=128)
 def mlp(inputs: int = 784, hidden: int = 50, classes: int = 10) -> Model:
-    """The paper's network for MNIST: one hidden layer of rectified units."""
+    """The paper's network for MNIST: one hidden layer of rectified linear units."""
 
     def head(rest: Parameters, h_NH: Array, key: Array | None) -> Array:
-        return to_classes(jax.nn.relu(h_NH), rest["w"]) + rest["b"]
+        return output_layer(jax.nn.relu(h_NH), rest["w"]) + rest["b"]
 
     def init_rest(key: Array) -> Parameters:
         layer = dense(key, hidden, classes)
@@ -158,30 +216,39 @@ def mlp(inputs: int = 784, hidden: int = 50, classes: int = 10) -> Model:
     return dense_first(init_rest, head, inputs, hidden)
 
 
+@lru_cache(maxsize=128)
 def cnn(
     side: int = 28, classes: int = 62, kernel: int = 3, channels: tuple[int, int] = (16, 32), hidden: int = 128
 ) -> Model:
-    """The paper's network for FEMNIST; it leaves the kernel's size open."""
+    """The paper's network for FEMNIST; the paper leaves the size of the convolutions open.
+
+    Args:
+        side: Pixels on a side of an image, a multiple of 4.
+        classes: Outputs.
+        kernel: Pixels on a side of a convolution's kernel.
+        channels: Output channels of the two convolutions.
+        hidden: Units of the dense layer.
+    """
     flat = (side // 4) ** 2 * channels[1]
 
     def init(key: Array) -> Parameters:
         keys = jax.random.split(key, 4)
         inputs = (kernel * kernel, kernel * kernel * channels[0], flat, hidden)
         outputs = (*channels, hidden, classes)
-        layers = [dense(k, i, o) for k, i, o in zip(keys, inputs, outputs)]
-        return dict(zip(("conv1", "conv2", "dense1", "dense2"), layers))
+        layers = [dense(k, i, o) for k, i, o in zip(keys, inputs, outputs, strict=True)]
+        return dict(zip(("conv1", "conv2", "dense1", "dense2"), layers, strict=True))
 
     def apply(parameters: Parameters, x_N: Array, key: Array | None) -> Array:
         keys = (None, None) if key is None else jax.random.split(key)
-        image = x_N.reshape(-1, side, side, 1)
-        image = convolve_and_halve(parameters["conv1"], image, kernel)
-        image = convolve_and_halve(parameters["conv2"], image, kernel)
+        convolve, image = _conv_relu_pool.get(), x_N.reshape(-1, side, side, 1)
+        image = convolve(parameters["conv1"], image, kernel)
+        image = convolve(parameters["conv2"], image, kernel)
         h = _dropout(image.reshape(image.shape[0], -1), 0.25, keys[0])
-        h = jax.nn.relu(times(h, parameters["dense1"]["w"]) + parameters["dense1"]["b"])
+        h = jax.nn.relu(h @ parameters["dense1"]["w"] + parameters["dense1"]["b"])
         h = _dropout(h, 0.5, keys[1])
         return h @ parameters["dense2"]["w"] + parameters["dense2"]["b"]
 
-    return Model(init, apply, wide="dense1")
+    return Model(init, apply)
 
 
 def _dropout(h: Array, rate: float, key: Array | None) -> Array:
@@ -191,41 +258,76 @@ def _dropout(h: Array, rate: float, key: Array | None) -> Array:
     return jnp.where(jax.random.bernoulli(key, 1 - rate, h.shape), h / (1 - rate), 0.0)
 
 
-def check_data(population: FederatedData, model: Model) -> None:
-    """Refuse data that does not fit the model, or itself, which else would be found out by wrong numbers alone."""
-    clients = f"of {population.num_clients} clients, as there are to train"
-    for name, part in (("test examples", population.test), ("validation examples", population.validation)):
-        if part is not None:
-            require(len(part.count_K) == population.num_clients, name, len(part.count_K), clients)
-    parts = [part for part in (population.train, population.test) if isinstance(part, Examples)]
-    labels = (population.server_y_N, *(part.y_N for part in parts))
-    for part in parts:
-        shape, bytes_too = part.x_N.shape[1:], (part.x_N.dtype == np.uint8) == (population.server_x_N.dtype == np.uint8)
-        require(shape == population.input_shape, "clients' inputs", shape, f"{population.input_shape}, as the server's")
-        require(bytes_too, "clients' inputs", part.x_N.dtype, "bytes where the server's are: those count as 0 to 1")
-    if model.loss is cross_entropy and any(y_N.dtype.kind not in "iub" for y_N in labels):
-        raise ValueError("labels must be whole numbers where the loss is cross_entropy")
-    x_N = jax.ShapeDtypeStruct((2, *population.input_shape), jnp.float32)
-    y_N = jax.ShapeDtypeStruct((2, *population.server_y_N.shape[1:]), population.server_y_N.dtype)
-    key = jax.random.key(0)
-    kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(jax.eval_shape(model.init, key))}
-    floats = bool(kinds) and all(kind.startswith("float") for kind in kinds)
-    require(floats, "the model's parameters", ", ".join(sorted(kinds)), "arrays of floats")
-    outputs = _shape_of("predict", lambda x_N: model.apply(model.init(key), x_N, key), x_N)
-    for name, judge in (("loss", model.loss), ("score", model.score)):
-        found = _shape_of(f"take the {name}", judge, outputs, y_N).shape
-        require(found == (2,), f"the shape of the model's {name} for two examples", found, "one number for each")
-    if model.loss is cross_entropy:
-        found = [int(extreme(y_N)) for y_N in labels if len(y_N) for extreme in (np.min, np.max)]
-        classes = outputs.shape[-1]
-        rule = f"from 0 to {classes - 1}, as the model has {classes} outputs"
-        require(0 <= min(found) <= max(found) < classes, "labels", (min(found), max(found)), rule)
+def conv_relu_pool(layer: dict[str, Array], image: Array, kernel: int) -> Array:
+    """A convolution of the same size, rectified linear units and 2 x 2 max pooling, as one matrix product.
+
+    Networks that each have weights of their own make a poor grouped convolution. The four outputs that are pooled see one
+    window of pixels, so a row of the product is that window and gives all four: less than half of what a row for each
+    output would write and read. A window consists of blocks of 2 x 2 pixels.
+
+    Args:
+        layer: Weights ``w`` [kernel · kernel · inputs, outputs] and bias ``b`` [outputs].
+        image: Images [N, height, width, inputs], of even height and width.
+        kernel: Pixels on a side of the kernel.
+
+    Returns:
+        Images [N, height / 2, width / 2, outputs].
+    """
+    n, height, width, inputs = image.shape
+    blocks = (kernel + 2) // 2  # on a side of a window
+    before, side = (kernel - 1) // 2, 2 * blocks
+    padded = jnp.pad(image, ((0, 0), (before, side - 2 - before), (before, side - 2 - before), (0, 0)))
+    block = padded.reshape(n, height // 2 + blocks - 1, 2, width // 2 + blocks - 1, 2, inputs).swapaxes(2, 3)
+    block = block.reshape(*block.shape[:3], -1)
+    offsets = [(i, j) for i in range(blocks) for j in range(blocks)]
+    windows = jnp.concatenate([block[:, i : i + height // 2, j : j + width // 2] for i, j in offsets], axis=-1)
+
+    weight, rest = layer["w"].reshape(kernel, kernel, inputs, -1), side - kernel
+    corners = [jnp.pad(weight, ((p, rest - p), (q, rest - q), (0, 0), (0, 0))) for p in (0, 1) for q in (0, 1)]
+    matrix = jnp.stack(corners, axis=3).reshape(blocks, 2, blocks, 2, inputs, -1).swapaxes(1, 2)
+    outputs = (windows @ matrix.reshape(windows.shape[-1], -1)).reshape(*windows.shape[:3], 4, -1)
+    return jax.nn.relu(_max_of_four(outputs) + layer["b"])
 
 
-def _shape_of(what: str, function: Callable[..., Array], *arguments: Any) -> Any:
-    """The shape of what a function of a model returns; where it fails, with what it was given."""
+_conv_relu_pool: ContextVar[Callable[..., Array]] = ContextVar("conv_relu_pool", default=conv_relu_pool)
+
+
+@contextmanager
+def use_conv_relu_pool(function: Callable[..., Array]) -> Iterator[None]:
+    """Let ``cnn`` compute with another function than ``conv_relu_pool`` while this context is entered.
+
+    The engine enters it while it traces its programs, with kernels for NVIDIA GPUs.
+
+    Args:
+        function: Takes and returns what ``conv_relu_pool`` does.
+    """
+    token = _conv_relu_pool.set(function)
     try:
-        return jax.eval_shape(function, *arguments)
-    except (TypeError, ValueError, IndexError, KeyError) as error:
-        given = " and ".join(f"{one.dtype}{list(one.shape)}" for one in arguments)
-        raise ValueError(f"the model cannot {what} with {given}: {type(error).__name__}: {error}") from error
+        yield
+    finally:
+        _conv_relu_pool.reset(token)
+
+
+@jax.custom_vjp
+def _max_of_four(x: Array) -> Array:
+    """The maximum over the second last axis, whose gradient needs the argmax alone."""
+    return _max_of_four_forward(x)[0]
+
+
+def _max_of_four_forward(x: Array) -> tuple[Array, Array]:
+    top, argmax = max_and_argmax(*(x[..., i, :] for i in range(4)))
+    return top, argmax.astype(jnp.int8)
+
+
+def _max_of_four_backward(argmax: Array, g: Array) -> tuple[Array]:
+    return (jnp.where(argmax[..., None, :] == jnp.arange(4, dtype=jnp.int8)[:, None], g[..., None, :], 0.0),)
+
+
+_max_of_four.defvjp(_max_of_four_forward, _max_of_four_backward)
+
+
+def max_and_argmax(a: Array, b: Array, c: Array, d: Array) -> tuple[Array, Array]:
+    """The elementwise maximum of four arrays, and the number of the first one that has it."""
+    upper, lower = jnp.maximum(a, b), jnp.maximum(c, d)
+    argmax = jnp.where(lower > upper, jnp.where(d > c, 3, 2), jnp.where(b > a, 1, 0))
+    return jnp.maximum(upper, lower), argmax

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from fedhdp import server
 from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData
+from fedhdp.engine.checks import check_data
 from fedhdp.engine.devices import use_cpu_cores
 from fedhdp.engine.evaluation import Evaluation, choose_pulls
 from fedhdp.engine.examples import make_example_store, make_gram_matrices, should_replicate
@@ -35,10 +36,10 @@ from fedhdp.engine.placement import (
     partition_evenly,
     size_classes,
 )
-from fedhdp.engine.round import Data, Engine, RoundParamsBatch, Shape
+from fedhdp.engine.round import Engine, EngineConfig, ExampleArrays, RoundParamsBatch
 from fedhdp.errors import DataError, ModelError, RunError, require
 from fedhdp.mechanism import SERVER, Mechanism
-from fedhdp.models import Array, Model, Parameters, check_data
+from fedhdp.models import Array, Model, Parameters
 from fedhdp.privacy.accounting import privacy_costs
 from fedhdp.results.metrics import MetricRow, group_rows
 from fedhdp.results.schema import VariantResult, account_groups, attach_metrics
@@ -50,9 +51,9 @@ Hook = Callable[["Simulation"], bool | None]
 
 
 @lru_cache(maxsize=8)  # on CPUs each takes up to a thousand of the 65,530 memory maps that Linux gives a process
-def _engine(model: Model, training: LocalTraining, optimizer: Optimizer, shape: Shape) -> Engine:
+def _engine(model: Model, training: LocalTraining, optimizer: Optimizer, config: EngineConfig) -> Engine:
     """One engine for all simulations that differ in numbers alone: they share a compilation."""
-    return Engine(model, training, optimizer, shape)
+    return Engine(model, training, optimizer, config)
 
 
 class Simulation:
@@ -114,8 +115,8 @@ class Simulation:
         check_data(data, model)
         self.engine = self._make_engine(model)
         self.group_K = self.mechanism.client_group_indices
-        self.slots = self.engine.slots(self._expected_slots())
-        self.examples = make_example_store(self.engine, data.train, self.engine.shape.sizes[-1])
+        self.slots = self.engine.padded_cohort_size(self._expected_slots())
+        self.examples = make_example_store(self.engine, data.train, self.engine.config.sizes[-1])
         self.gram_K = make_gram_matrices(self.engine, self.examples)
         personalize = self.training.personalize
         self.store = make_personal_store(self.engine, data.num_clients, directory) if personalize else None
@@ -127,14 +128,14 @@ class Simulation:
         replicated = should_replicate(train, partition_by_owner=personalize)
         run_V = tuple(self.run_of) if personalize else ()
         inputs = int(np.prod(self.data.input_shape))
-        shape = Shape(inputs, sizes, train.uniform_size, replicated, run_V, len(self.runs))
-        return _engine(model, self.training, self.server_optimizer, shape)
+        config = EngineConfig(inputs, sizes, train.uniform_size, replicated, run_V, len(self.runs))
+        return _engine(model, self.training, self.server_optimizer, config)
 
     def _expected_slots(self) -> int:
         """How many slots each device needs for all but the rarest cohorts."""
         expected = self.mechanism.expected_cohort_size() / self.engine.devices
         fixed = self.mechanism.sampling == "fixed" and (not self.training.personalize or self.engine.devices == 1)
-        spare = (0 if fixed else 4 * expected**0.5 + 1) + (len(self.engine.shape.sizes) - 1) * self.engine.chunk
+        spare = (0 if fixed else 4 * expected**0.5 + 1) + (len(self.engine.config.sizes) - 1) * self.engine.chunk
         return math.ceil(expected + spare)
 
     def _initialize(self) -> None:
@@ -225,7 +226,7 @@ class Simulation:
     def run_round(self) -> None:
         """Run one round. It returns when the round is dispatched; at most one round is being computed before it."""
         clients, count_K, engine = self.draw_cohort(self.round), self.data.train.count_K, self.engine
-        if not engine.shape.full:  # those with most examples first, so that chunks are alike
+        if not engine.config.uniform_size:  # those with most examples first, so that chunks are alike
             clients = clients[np.argsort(-count_K[clients], kind="stable")]
         partition = partition_by_owner if self.training.personalize else partition_evenly
         layout = self._layout(partition(engine, clients))
@@ -241,7 +242,7 @@ class Simulation:
         if engine.devices > 1:
             self.wait()
         self.server_state, personal, self._done = engine.round(
-            self.server_state, personal, Data(x_N, y_N, self.gram_K), table, self._params(), rates, keys
+            self.server_state, personal, ExampleArrays(x_N, y_N, self.gram_K), table, self._params(), rates, keys
         )
         if self.store is not None:
             self.store.commit(personal, layout)
@@ -406,14 +407,14 @@ class Simulation:
 
     def _layout(self, shares: list[np.ndarray]) -> CohortLayout:
         """The slots of a cohort, given each device's share of it; more slots where they do not suffice."""
-        count_K, sizes = self.data.train.count_K, self.engine.shape.sizes
+        count_K, sizes = self.data.train.count_K, self.engine.config.sizes
         while True:
-            chunk = self.engine.chunk_of(self.slots // self.engine.devices)
+            chunk = self.engine.chunk_size(self.slots // self.engine.devices)
             placed = [group_by_size(share, count_K, sizes, chunk) if len(sizes) > 1 else share for share in shares]
             needed = max(map(len, placed))
             if needed * self.engine.devices <= self.slots:
                 return assign_slots(placed, self.slots)
-            self.slots = self.engine.slots(needed)
+            self.slots = self.engine.padded_cohort_size(needed)
 
     def _noise_keys(self, round: int) -> list[np.ndarray]:
         """A key for each run: with a noise seed the same for all, so that they are paired, else its own."""

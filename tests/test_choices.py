@@ -115,7 +115,7 @@ def test_a_ledger_knows_the_population_by_its_file_and_not_by_where_it_lies(own,
         ("return Population", "return print", r"coins.py, line 10: TypeError: .*'classes'"),
         ("return Model(", "return (", r"what model\(\) of .*coins.py returns must be a Model, got 'tuple'"),
         ("np.full(20, 6)", "np.full(40, 3)", r"data.clients must be 40, as .*coins.py has, got 20"),
-        ("x @ w", "x @ w.T", r"the model cannot predict with float32\[2, 3\]: TypeError: dot_general"),
+        ("x @ w", "x @ w.T", r"the model's apply failed with float32\[2, 3\]: TypeError: dot_general"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said_with_its_place_and_nothing_is_begun(own, tmp_path, old, new, said):

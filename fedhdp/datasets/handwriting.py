@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedhdp.data import FederatedData, ExampleSource, examples
+from fedhdp.data import ExampleSource, FederatedData, examples
 from fedhdp.datasets.femnist import check_classes
 from fedhdp.datasets.glyphs import GLYPHS, MAX_STROKES, shape_table
 from fedhdp.datasets.splits import Split, check_split, index_in_client

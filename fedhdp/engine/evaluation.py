@@ -89,7 +89,7 @@ class Evaluation:
         chunk = CHUNK if isinstance(store, MemoryMappedPersonalModels) else max(len(clients), 1)
         for first in range(0, len(clients), chunk):
             shares = partition_by_owner(engine, clients[first : first + chunk])
-            layout = assign_slots(shares, engine.slots(max(map(len, shares))))
+            layout = assign_slots(shares, engine.padded_cohort_size(max(map(len, shares))))
             x_N, y_N, start_C = sharded.fetch(layout)
             personal, row_C = (None, layout.place_C) if store is None else store.checkout(layout)
             table = make_slot_table(engine, layout, self.group_K, start_C, examples.count_K, row_C, participated_K)

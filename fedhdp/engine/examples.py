@@ -11,8 +11,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from fedhdp.client import trains_in_span
 from fedhdp.data import Examples, ExampleSource
+from fedhdp.engine.low_rank import uses_low_rank
 from fedhdp.engine.placement import CohortLayout
 from fedhdp.engine.round import Engine
 from fedhdp.models import Array
@@ -103,7 +103,7 @@ def make_example_store(
     engine: Engine, source: ExampleSource, capacity: int
 ) -> ShardedExamples | ReplicatedExamples | StreamedExamples:
     """The examples on the devices if they fit there, else streamed at this capacity."""
-    if isinstance(source, Examples) and engine.shape.replicated:
+    if isinstance(source, Examples) and engine.config.replicated:
         return ReplicatedExamples(engine, source)
     if isinstance(source, Examples) and fits_sharded(source):
         return ShardedExamples(engine, source)
@@ -115,9 +115,10 @@ def make_gram_matrices(engine: Engine, store: ShardedExamples | ReplicatedExampl
 
     It is kept where clients train in low rank, are of one size, and the matrices are no larger than the examples.
     """
-    size, in_span = engine.shape.sizes[-1], trains_in_span(engine.model, engine.shape.sizes[-1], engine.shape.inputs)
-    if isinstance(store, StreamedExamples) or not engine.shape.full or not in_span:
+    size, config = engine.config.sizes[-1], engine.config
+    low_rank = uses_low_rank(engine.model, size, config.inputs)
+    if isinstance(store, StreamedExamples) or not config.uniform_size or not low_rank:
         return None
     x_N, _ = store.arrays
     contiguous = not (store.start_K % size).any() and len(x_N) % size == 0
-    return engine.grams(x_N) if contiguous and 4 * size * len(x_N) <= x_N.nbytes else None
+    return engine.gram_matrices(x_N) if contiguous and 4 * size * len(x_N) <= x_N.nbytes else None

@@ -1,193 +1,276 @@
-"""Coordinates in which a client trains: the parameters themselves, or its first layer in the span of its examples.
+"""How a chunk of clients represents its models while they train: by all parameters, or by low-rank updates.
 
-Gradient descent on n examples X moves a dense first layer only by combinations of those examples: it is always
-``W = W0 + a·(Wstart − W0) + Xᵀ·A`` for some n×H matrix A and scalar a. With ``X·W0``, ``X·(Wstart − W0)`` and ``X·Xᵀ``
-computed once, a step costs n columns instead of the width of the input: the same mathematics, far less arithmetic. The
-layer's bias is the weight of one more input, which is 1 in every example, and needs nothing of its own.
+Gradient descent on n examples X moves a dense first layer only by combinations of those examples:
+``W = W0 + a·(Wstart − W0) + Xᵀ·A`` for some n×H matrix A and a number a, where W0 is the anchor. With ``X·W0``,
+``X·(Wstart − W0)`` and ``X·Xᵀ`` precomputed, a step costs n columns instead of the width of the input: the same
+mathematics for a fraction of the arithmetic. The layer's bias is the weight of one more input that is always 1.
 
-A step on W by ``X_Bᵀ·g`` is a step on the rows B of A by g. The gradient with respect to A that automatic
-differentiation would give is another one, so ``_reach`` states its own; then descent in these coordinates, with the pull
-towards (W0: a = 0, A = 0), is descent on W, line by line, and the training loop need not know.
+A gradient step on W by ``X_Bᵀ·g`` is a step on the rows B of A by g. Automatic differentiation with respect to A would
+give another gradient, so ``gram_matmul`` defines its own. With it, descent on A with a pull towards the anchor (A = 0,
+a = 0) is descent on W, and ``client.local_train`` serves both.
 
-Nor need an update ``Xᵀ·A`` be written out to be clipped and summed: its squared norm is ``Σ A∘(X·Xᵀ·A)``, and the sum over
+An update ``Xᵀ·A`` is clipped and summed without being written out: its squared norm is ``Σ A∘(X·Xᵀ·A)``, and the sum over
 clients is one product of all their examples with all their A.
 
-Axis letters: C clients, R global models, V personal models, T all models of a client, M examples of the client, F inputs,
-H units, B examples of a batch. A personal model v is pulled towards the global model ``run_V[v]``.
+Axis letters: C clients of a chunk, R global models, V personal models, T all models of a client (R, then V), M examples
+of a client, F inputs, H units, B examples of a batch. Personal model v belongs to the global model ``run_V[v]``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedhdp.models import Array, Model, Parameters, take, turned
+from fedhdp.client import Batch
+from fedhdp.models import Array, Model, Parameters, materialized_transpose, take
 
-EXACT = jax.lax.Precision.HIGHEST  # what a norm rests on, and what was measured by it, is not rounded to fewer digits
-
-
-class Parametrization(NamedTuple):
-    """How one client's models are held while they train, and how what they learnt is measured and added up."""
-
-    know: Callable[[Parameters, Array, Array | None], Any]  # (theta_R, x_M, gram_MM) -> what the client's models share
-    enter: Callable[[Parameters, Parameters, np.ndarray, Array, Any], tuple[Parameters, Any]]  # -> held_T, known_T
-    anchor: Callable[[Parameters, np.ndarray, int], Parameters]  # (theta_R, run_T, M) -> the anchors as they are held
-    batch: Callable[[Any, int, Any, int], Any]  # (known_T, T, first, B) -> what is known of a batch, known_TB
-    predict: Callable[[Parameters, Any, Any, Array | None], Array]  # (held, known_B, first, key)
-    sent: Callable[[Parameters, Parameters], Parameters]  # (held, theta) -> the update, in these coordinates
-    norm: Callable[[Parameters, Any, Array], Array]  # (sent, shared, x_M) -> the update's norm, never too small
-    add: Callable[[Array, Parameters, Array], Parameters]  # (scale_C, sent_C, x_CM) -> Σ_C scale·update, in full
-    leave: Callable[[Parameters, Parameters, Parameters, np.ndarray, Array], Parameters]  # -> the personal models
-    apart: bool  # whether clients may as well be at different batches at a time
-    wide: str | None = None  # the wide layer of what is held (see `descent`)
+EXACT = jax.lax.Precision.HIGHEST  # norms decide on clipping, so neither they nor the clipped sums are rounded further
 
 
-def _join(*parts: Parameters | None) -> Parameters:
-    given = [part for part in parts if part is not None]
-    return jax.tree.map(lambda *each: jnp.concatenate(each), *given)
+class ClientUpdates(NamedTuple):
+    """The updates of some clients for each global model, in the parametrization in which they were trained."""
+
+    update_CR: Parameters
+    norm_CR: Array
 
 
-def _squares(parameters: Parameters) -> Array:
-    return sum((jnp.sum(leaf**2) for leaf in jax.tree.leaves(parameters)), jnp.float32(0))
+class Parametrization(Protocol):
+    """How a chunk of clients represents its models while they train.
+
+    The constructor precomputes what depends on the examples and the global models alone, once for all models.
+    """
+
+    anchor_T: Parameters  # the anchors that the models are pulled towards, in this parametrization
+    ragged: bool  # whether clients may be at different batches at a time
+
+    def from_params(self, personal_CV: Parameters | None) -> tuple[Parameters, Any]:
+        """The models before training [C, T, ...], and the inputs that each of them predicts from [C, T, M, ...]."""
+
+    def predict(self, theta: Parameters, batch: Batch, key: Array) -> Array:
+        """The outputs of one model of one client."""
+
+    def delta(self, theta_CR: Parameters) -> ClientUpdates:
+        """The updates of the trained global models, and their norms, which are never too small."""
+
+    def weighted_sum(self, scale_C: Array, update_C: Parameters) -> Parameters:
+        """Σ_C scale·update for one global model, as its parameters; an update at scale 0 is absent, even if it is NaN."""
+
+    def to_params(self, theta_CV: Parameters, personal_CV: Parameters) -> Parameters:
+        """The trained personal models as parameters; ``personal_CV`` are those before training."""
 
 
-def _weigh(scale_C: Array, leaf_C: Array) -> Array:
-    """Scaled; what has scale 0 is absent, for 0 · NaN would still be NaN."""
+def uses_low_rank(model: Model, examples: int, inputs: int) -> bool:
+    """Whether clients train by low-rank updates: they have fewer examples than inputs, and the model allows it."""
+    return model.head is not None and examples < inputs
+
+
+class FullRank:
+    """All parameters of the models.
+
+    Args:
+        model: The model.
+        theta_R: The global models of the round.
+        run_V: The global model of each personal one.
+        x_CM: The clients' inputs.
+    """
+
+    ragged = True
+
+    def __init__(self, model: Model, theta_R: Parameters, run_V: np.ndarray, x_CM: Array):
+        self.model, self.theta_R, self.x_CM = model, theta_R, x_CM
+        self.models = len(jax.tree.leaves(theta_R)[0]) + len(run_V)
+        self.anchor_T = take(theta_R, _run_T(theta_R, run_V))
+
+    def from_params(self, personal_CV: Parameters | None) -> tuple[Parameters, Any]:
+        """The parameters, and for each model its copy of the inputs, so that products are batched over models."""
+        x_CTM = jnp.broadcast_to(self.x_CM[:, None], (len(self.x_CM), self.models, *self.x_CM.shape[1:]))
+        return _join(_repeat(self.theta_R, len(self.x_CM)), personal_CV), x_CTM
+
+    def predict(self, theta: Parameters, batch: Batch, key: Array) -> Array:
+        """The model's outputs."""
+        return self.model.apply(theta, batch.x_B, key)
+
+    def delta(self, theta_CR: Parameters) -> ClientUpdates:
+        """The differences to the global models."""
+        update_CR = jax.tree.map(jnp.subtract, theta_CR, self.theta_R)
+        return ClientUpdates(update_CR, jnp.sqrt(_squares(update_CR)))
+
+    def weighted_sum(self, scale_C: Array, update_C: Parameters) -> Parameters:
+        """The sum over the clients."""
+        return _weighted_sum(scale_C, update_C)
+
+    def to_params(self, theta_CV: Parameters, personal_CV: Parameters) -> Parameters:
+        """The models as they are."""
+        return theta_CV
+
+
+class LowRank:
+    """The first layer by A and a, as above, and the other layers by their parameters.
+
+    Args:
+        model: A model with a dense first layer (``models.dense_first``).
+        theta_R: The global models of the round.
+        run_V: The global model of each personal one.
+        x_CM: The clients' inputs.
+        gram_CMM: The Gram matrices of the clients' examples, if they are known.
+        finite: Whether all inputs are known to be finite.
+    """
+
+    ragged = False  # batches that begin at one row for all clients are slices; else they would be gathered
+
+    def __init__(
+        self,
+        model: Model,
+        theta_R: Parameters,
+        run_V: np.ndarray,
+        x_CM: Array,
+        gram_CMM: Array | None = None,
+        finite: bool = False,
+    ):
+        assert model.head is not None, "a model without a dense first layer has no low-rank updates"
+        self.head, self.theta_R, self.run_V, self.finite = model.head, theta_R, run_V, finite
+        self.x_CMF = x_CM.reshape(*x_CM.shape[:2], math.prod(x_CM.shape[2:]))
+        self.gram_CMM = jax.vmap(gram)(x_CM) if gram_CMM is None else gram_CMM
+        first_R, run_T = theta_R["first"], _run_T(theta_R, run_V)
+        self.output_CRMH = jnp.einsum("cmf,rfh->crmh", self.x_CMF, first_R["w"]) + first_R["b"][:, None]
+        zeros_TMH = jnp.zeros((len(run_T), x_CM.shape[1], first_R["b"].shape[1]))
+        self.anchor_T = {"A": zeros_TMH, "rest": take(theta_R["rest"], run_T)}
+        if len(run_V):
+            self.anchor_T["a"] = jnp.zeros(len(run_T))
+
+    def from_params(self, personal_CV: Parameters | None) -> tuple[Parameters, Any]:
+        """A = 0, a = 1 for personal models; the inputs are the anchors' outputs, what the start adds, and the Gram rows."""
+        clients, runs, examples, _ = self.output_CRMH.shape
+        models = runs + len(self.run_V)
+        gram_CTMM = jnp.broadcast_to(self.gram_CMM[:, None], (clients, models, examples, examples))
+        rest_CR = _repeat(self.theta_R["rest"], clients)
+        theta_CT = {"A": _repeat(self.anchor_T["A"], clients)}
+        if personal_CV is None:
+            return theta_CT | {"rest": rest_CR}, (self.output_CRMH, None, gram_CTMM)
+        theta_CT["rest"] = _join(rest_CR, personal_CV["rest"])
+        theta_CT["a"] = jnp.broadcast_to((np.arange(models) >= runs).astype(np.float32), (clients, models))
+        first_CV = personal_CV["first"]
+        start_CVMH = self.x_CMF[:, None] @ first_CV["w"] + first_CV["b"][:, :, None]
+        offset_CVMH = start_CVMH - self.output_CRMH[:, self.run_V]
+        offset_CTMH = jnp.concatenate([jnp.zeros_like(self.output_CRMH), offset_CVMH], axis=1)
+        return theta_CT, (self.output_CRMH[:, _run_T(self.theta_R, self.run_V)], offset_CTMH, gram_CTMM)
+
+    def predict(self, theta: Parameters, batch: Batch, key: Array) -> Array:
+        """The head's outputs; the gradient does not change a, which the pull alone moves."""
+        anchor_BH, offset_BH, gram_BM = batch.x_B
+        h_BH = anchor_BH + gram_matmul(theta["A"], gram_BM, batch.first)
+        if offset_BH is not None:
+            h_BH = h_BH + jax.lax.stop_gradient(theta["a"]) * offset_BH
+        return self.head(theta["rest"], h_BH, key)
+
+    def delta(self, theta_CR: Parameters) -> ClientUpdates:
+        """A and the difference of the other layers; the norm includes a bound on its rounding."""
+        update_CR = {"A": theta_CR["A"], "rest": jax.tree.map(jnp.subtract, theta_CR["rest"], self.theta_R["rest"])}
+        _, examples, inputs = self.x_CMF.shape
+
+        def squared_norm(A_MH: Array, gram_MM: Array) -> Array:
+            squares = jnp.sum(A_MH * jnp.matmul(gram_MM, A_MH, precision=EXACT))
+            # Where examples cancel, rounding could make the norm too small and the clip too weak: the bound is added.
+            factor = (2 * examples + 1 + math.sqrt(inputs + 1)) * 2.0**-24
+            return jnp.maximum(squares, 0.0) + factor * jnp.trace(gram_MM) * jnp.sum(A_MH**2)
+
+        first_CR = jax.vmap(jax.vmap(squared_norm, (0, None)))(update_CR["A"], self.gram_CMM)
+        return ClientUpdates(update_CR, jnp.sqrt(first_CR + _squares(update_CR["rest"])))
+
+    def weighted_sum(self, scale_C: Array, update_C: Parameters) -> Parameters:
+        """One product of all examples with all A for the first layer, sums for the others."""
+        x_CMF = self.x_CMF if self.finite else jnp.where(jnp.isfinite(self.x_CMF), self.x_CMF, 0.0)  # 0 · NaN is NaN
+        A_CMH = _scaled(scale_C, update_C["A"])
+        w_HF = jnp.einsum("cmh,cmf->hf", A_CMH, x_CMF, precision=EXACT)  # transposes A and not the examples
+        return {
+            "first": {"w": w_HF.T, "b": jnp.sum(A_CMH, axis=(0, 1))},
+            "rest": _weighted_sum(scale_C, update_C["rest"]),
+        }
+
+    def to_params(self, theta_CV: Parameters, personal_CV: Parameters) -> Parameters:
+        """W = W0 + a·(Wstart − W0) + Xᵀ·A."""
+        anchor_V, A_CVMH = take(self.theta_R["first"], self.run_V), theta_CV["A"]
+        change_CV = {"w": jnp.einsum("cmf,cvmh->cvfh", self.x_CMF, A_CVMH), "b": jnp.sum(A_CVMH, axis=2)}
+
+        def of_leaf(anchor_V: Array, start_CV: Array, change_CV: Array) -> Array:
+            a_CV = theta_CV["a"].reshape(*theta_CV["a"].shape, *[1] * (anchor_V.ndim - 1))
+            return anchor_V + a_CV * (start_CV - anchor_V) + change_CV
+
+        first_CV = jax.tree.map(of_leaf, anchor_V, personal_CV["first"], change_CV)
+        return {"first": first_CV, "rest": theta_CV["rest"]}
+
+
+def parametrize(
+    model: Model,
+    theta_R: Parameters,
+    run_V: np.ndarray,
+    x_CM: Array,
+    gram_CMM: Array | None = None,
+    finite: bool = False,
+) -> Parametrization:
+    """The parametrization in which a chunk of clients trains faster; the arguments are those of ``LowRank``."""
+    if uses_low_rank(model, x_CM.shape[1], math.prod(x_CM.shape[2:])):
+        return LowRank(model, theta_R, run_V, x_CM, gram_CMM, finite)
+    return FullRank(model, theta_R, run_V, x_CM)
+
+
+def gram(x_M: Array) -> Array:
+    """The Gram matrix of a client's examples, X·Xᵀ, with the bias as an input that is always 1."""
+    x_MF = x_M.reshape(x_M.shape[0], -1)
+    return jnp.matmul(x_MF, materialized_transpose(x_MF), precision=EXACT) + 1.0
+
+
+@jax.custom_vjp
+def gram_matmul(A_MH: Array, gram_BM: Array, first: Array | int) -> Array:
+    """What A adds to the outputs of a batch's first layer; its gradient is that of W and goes to the batch's rows of A."""
+    return gram_BM @ A_MH
+
+
+def _gram_matmul_forward(A_MH: Array, gram_BM: Array, first: Array | int) -> tuple[Array, Any]:
+    return gram_BM @ A_MH, (gram_BM.shape[1], first)
+
+
+def _gram_matmul_backward(saved: Any, g_BH: Array) -> tuple[Array, None, None]:
+    rows, first = saved
+    zeros_MH = jnp.zeros((rows, g_BH.shape[1]))
+    return jax.lax.dynamic_update_slice_in_dim(zeros_MH, g_BH, first, 0), None, None
+
+
+gram_matmul.defvjp(_gram_matmul_forward, _gram_matmul_backward)
+
+
+def _run_T(theta_R: Parameters, run_V: np.ndarray) -> np.ndarray:
+    """The global model of each model of a client."""
+    return np.concatenate([np.arange(len(jax.tree.leaves(theta_R)[0])), run_V]).astype(int)
+
+
+def _repeat(parameters: Parameters, clients: int) -> Parameters:
+    """The same parameters for every client."""
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (clients, *leaf.shape)), parameters)
+
+
+def _join(theta_CR: Parameters, personal_CV: Parameters | None) -> Parameters:
+    """The models of a client behind each other."""
+    if personal_CV is None:
+        return theta_CR
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), theta_CR, personal_CV)
+
+
+def _squares(parameters_CR: Parameters) -> Array:
+    """The squared norm of each of the models."""
+    leaves = jax.tree.leaves(parameters_CR)
+    return sum((jnp.sum(leaf**2, axis=tuple(range(2, leaf.ndim))) for leaf in leaves), jnp.float32(0))
+
+
+def _scaled(scale_C: Array, leaf_C: Array) -> Array:
+    """The leaf scaled; where the scale is 0 the result is 0, even for NaN."""
     scale_C = scale_C.reshape(-1, *[1] * (leaf_C.ndim - 1))
     return jnp.where(scale_C == 0, 0.0, scale_C * leaf_C)
 
 
-def _sum(scale_C: Array, parameters_C: Parameters) -> Parameters:
-    return jax.tree.map(lambda leaf_C: jnp.sum(_weigh(scale_C, leaf_C), axis=0), parameters_C)
-
-
-def _subtract(a: Parameters, b: Parameters) -> Parameters:
-    return jax.tree.map(jnp.subtract, a, b)
-
-
-def gram(x_M: Array) -> Array:
-    """The products of examples with each other, X·Xᵀ, the 1 of the bias included."""
-    x_MF = x_M.reshape(x_M.shape[0], -1)
-    return jnp.matmul(x_MF, turned(x_MF), precision=EXACT) + 1.0
-
-
-def direct(model: Model) -> Parametrization:
-    """The parameters themselves."""
-
-    def enter(theta_R: Parameters, start_V: Parameters, run_V: np.ndarray, x_M: Array, shared: Any) -> Any:
-        return _join(theta_R, start_V), x_M
-
-    def batch(x_M: Array, models: int, first: Any, size: int) -> Array:
-        x_B = jax.lax.dynamic_slice_in_dim(x_M, first, size)
-        return jnp.broadcast_to(x_B, (models, *x_B.shape))  # each has its own, so that products are batched over models
-
-    return Parametrization(
-        know=lambda theta_R, x_M, gram_MM: None,
-        enter=enter,
-        anchor=lambda theta_R, run_T, examples: take(theta_R, run_T),
-        batch=batch,
-        predict=lambda held, x_B, first, key: model.apply(held, x_B, key),
-        sent=_subtract,
-        norm=lambda sent, shared, x_M: jnp.sqrt(_squares(sent)),
-        add=lambda scale_C, sent_C, x_CM: _sum(scale_C, sent_C),
-        leave=lambda held_V, theta_R, start_V, run_V, x_M: held_V,
-        apart=True,
-        wide=model.wide,
-    )
-
-
-def in_span(model: Model) -> Parametrization:
-    """The first layer by what it adds to its anchor in the span of the client's examples, the rest as it is."""
-    head = model.head
-    assert head is not None, "a model without a dense first layer has no span"
-
-    def know(theta_R: Parameters, x_M: Array, gram_MM: Array | None) -> Any:
-        x_MF = x_M.reshape(x_M.shape[0], -1)
-        from_anchor_RMH = jnp.einsum("mf,rfh->rmh", x_MF, theta_R["first"]["w"]) + theta_R["first"]["b"][:, None]
-        return from_anchor_RMH, gram(x_M) if gram_MM is None else gram_MM
-
-    def enter(theta_R: Parameters, start_V: Parameters, run_V: np.ndarray, x_M: Array, shared: Any) -> Any:
-        from_anchor_RMH, gram_MM = shared
-        runs, examples, units = from_anchor_RMH.shape
-        run_T = np.concatenate([np.arange(runs), run_V])
-        gram_TMM = jnp.broadcast_to(gram_MM, (len(run_T), examples, examples))
-        rest_T = _join(theta_R["rest"], None if start_V is None else start_V["rest"])
-        held_T = {"A": jnp.zeros((len(run_T), examples, units)), "rest": rest_T}
-        if start_V is None:
-            return held_T, (from_anchor_RMH, None, gram_TMM)
-        start_VMH = x_M.reshape(examples, -1) @ start_V["first"]["w"] + start_V["first"]["b"][:, None]
-        from_start_VMH = start_VMH - from_anchor_RMH[run_V]
-        from_start_TMH = jnp.concatenate([jnp.zeros_like(from_anchor_RMH), from_start_VMH])
-        held_T["a"] = jnp.asarray(np.arange(len(run_T)) >= runs, jnp.float32)
-        return held_T, (from_anchor_RMH[run_T], from_start_TMH, gram_TMM)
-
-    def anchor(theta_R: Parameters, run_T: np.ndarray, examples: int) -> Parameters:
-        runs, units = theta_R["first"]["b"].shape
-        held_T = {"A": jnp.zeros((len(run_T), examples, units)), "rest": take(theta_R["rest"], run_T)}
-        return held_T if len(run_T) == runs else held_T | {"a": jnp.zeros(len(run_T))}
-
-    def batch(known_T: Any, models: int, first: Any, size: int) -> Any:
-        cut = lambda known_TM: jax.lax.dynamic_slice_in_dim(known_TM[:models], first, size, axis=1)  # noqa: E731
-        return jax.tree.map(cut, known_T)
-
-    def predict(held: Parameters, known_B: Any, first: Any, key: Array | None) -> Array:
-        from_anchor_BH, from_start_BH, gram_BM = known_B
-        h_BH = from_anchor_BH + _reach(held["A"], gram_BM, first)
-        if from_start_BH is not None:
-            h_BH = h_BH + jax.lax.stop_gradient(held["a"]) * from_start_BH  # a moves by the pull alone
-        return head(held["rest"], h_BH, key)
-
-    def sent(held: Parameters, theta: Parameters) -> Parameters:
-        return {"A": held["A"], "rest": _subtract(held["rest"], theta["rest"])}
-
-    def norm(sent: Parameters, shared: Any, x_M: Array) -> Array:
-        _, gram_MM = shared
-        examples, inputs = x_M.shape[0], math.prod(x_M.shape[1:]) + 1
-        first = jnp.sum(sent["A"] * jnp.matmul(gram_MM, sent["A"], precision=EXACT))
-        # Where examples cancel, rounding could make the norm too small, and a clip too weak: as much is added.
-        rounding = (2 * examples + 1 + math.sqrt(inputs)) * 2.0**-24 * jnp.trace(gram_MM) * jnp.sum(sent["A"] ** 2)
-        return jnp.sqrt(jnp.maximum(first, 0.0) + rounding + _squares(sent["rest"]))
-
-    def add(scale_C: Array, sent_C: Parameters, x_CM: Array) -> Parameters:
-        A_CMH = _weigh(scale_C, sent_C["A"])
-        x_CMF = x_CM.reshape(*x_CM.shape[:2], -1)
-        w_HF = jnp.einsum("cmh,cmf->hf", A_CMH, x_CMF, precision=EXACT)  # A is turned, and not the examples
-        return {"first": {"w": w_HF.T, "b": jnp.sum(A_CMH, axis=(0, 1))}, "rest": _sum(scale_C, sent_C["rest"])}
-
-    def leave(
-        held_V: Parameters, theta_R: Parameters, start_V: Parameters, run_V: np.ndarray, x_M: Array
-    ) -> Parameters:
-        x_MF, A_VMH, anchor_V = x_M.reshape(x_M.shape[0], -1), held_V["A"], take(theta_R["first"], run_V)
-        learnt_V = {"w": jnp.einsum("mf,vmh->vfh", x_MF, A_VMH), "b": jnp.sum(A_VMH, axis=1)}
-
-        def of_leaf(anchor_V: Array, start_V: Array, learnt_V: Array) -> Array:
-            a_V = held_V["a"].reshape(-1, *[1] * (anchor_V.ndim - 1))
-            return anchor_V + a_V * (start_V - anchor_V) + learnt_V
-
-        return {"first": jax.tree.map(of_leaf, anchor_V, start_V["first"], learnt_V), "rest": held_V["rest"]}
-
-    return Parametrization(know, enter, anchor, batch, predict, sent, norm, add, leave, apart=False)
-
-
-@jax.custom_vjp
-def _reach(A_MH: Array, gram_BM: Array, first: Array) -> Array:
-    """What A adds to the batch's first layer; its gradient lands on the batch's own rows of A."""
-    return gram_BM @ A_MH
-
-
-def _reach_forward(A_MH: Array, gram_BM: Array, first: Array) -> tuple[Array, Any]:
-    return gram_BM @ A_MH, (gram_BM.shape[1], first)
-
-
-def _reach_backward(saved: Any, g_BH: Array) -> tuple[Array, None, None]:
-    rows, first = saved
-    zero_MH = jnp.zeros((rows, g_BH.shape[1]))
-    return jax.lax.dynamic_update_slice_in_dim(zero_MH, g_BH, first, 0), None, None
-
-
-_reach.defvjp(_reach_forward, _reach_backward)
+def _weighted_sum(scale_C: Array, parameters_C: Parameters) -> Parameters:
+    return jax.tree.map(lambda leaf_C: jnp.sum(_scaled(scale_C, leaf_C), axis=0), parameters_C)

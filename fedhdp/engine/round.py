@@ -1,16 +1,16 @@
 """One round on many devices: a cohort's clients, a chunk at a time on each device, through client.py and server.py.
 
-Cores are devices (``fedhdp/__init__.py`` asks JAX for one each): a mesh with the single axis ``clients``, few clients at
-a time on each device, so that what a client computes with stays in its core's cache. The same mesh is the GPUs of a host,
-or of several hosts under ``jax.distributed``. Client k lives on device k mod D: its examples and its personal models are
-there, it trains there, and only the sums of updates cross devices. A cohort is padded to a capacity that rarely changes,
-so a round compiles once; how many chunks are run, and at which of a few sizes, follows who came.
+The devices are a mesh with the single axis ``clients``: the cores of a CPU (see ``devices.py``), the GPUs of a host, or
+those of several hosts under ``jax.distributed``. Few clients train at a time on each device, so that their arrays stay in
+its core's cache. Client k belongs to device k mod D: its examples and personal models are there and it trains there; only
+sums of updates cross devices. A cohort is padded to a capacity that rarely changes, so that a round compiles once. How
+many chunks run, and with which capacity for examples, depends on the cohort.
 
-Several runs that draw the same cohorts are one program: R global models, V personal ones, each pulled towards the global
-model ``run_V[v]``. What depends on the examples alone is then computed once for all.
+Several runs that draw the same cohorts are one program: R global models and V personal ones, where personal model v is
+pulled towards the global model ``run_V[v]``. What depends on the examples alone is then computed once for all.
 
 Axis letters: K clients of the population, C slots of the cohort, R global models, V personal models, G groups, N examples
-on a device, M examples of one client (padded), P parameters.
+on a device, M examples of one client (padded), B rows of personal models, P parameters.
 """
 
 from __future__ import annotations
@@ -26,107 +26,122 @@ from jax.experimental import multihost_utils
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedhdp.client import Clients, LocalTraining, as_floats, client_updates, coordinates, orders
-from fedhdp.engine.low_rank import gram
+from fedhdp.client import LocalTraining, as_floats, shuffle
+from fedhdp.engine import kernels
+from fedhdp.engine.chunk import Clients, client_updates
+from fedhdp.engine.low_rank import gram, parametrize
 from fedhdp.mechanism import RoundParams
-from fedhdp.models import Array, Model, Parameters
+from fedhdp.models import Array, Model, Parameters, use_conv_relu_pool
 from fedhdp.server import Optimizer, ServerState, Sums, Updates, clip_and_sum, finish_round
 
 AXIS = "clients"
-BY_CLIENT, EVERYWHERE = PartitionSpec(AXIS), PartitionSpec()
+BY_CLIENT, REPLICATED = PartitionSpec(AXIS), PartitionSpec()
 
 
-class Shape(NamedTuple):
-    """What of an engine is fixed when it is compiled, besides model, training and server step."""
+class EngineConfig(NamedTuple):
+    """What is fixed when a round is compiled, besides the model, local training and the server's optimizer."""
 
     inputs: int  # numbers of one example
-    sizes: tuple[int, ...]  # capacities at which clients are trained, each at the smallest that holds it
-    full: bool  # all clients fill the only capacity
+    sizes: tuple[int, ...]  # capacities for examples; a client trains at the smallest that holds its own
+    uniform_size: bool  # all clients have as many examples as the only capacity
     replicated: bool  # all examples are on all devices
     run_V: tuple[int, ...]  # the global model of each personal one
     runs: int = 1
 
 
 class SlotTable(NamedTuple):
-    """Who is asked, slot by slot, and where on its device what it needs is; travels as one table of integers."""
+    """The cohort slot by slot, and where on its device a client's arrays are; sent as one table of integers."""
 
     client_C: Any
     group_C: Any
-    start_C: Any  # its first example
+    start_C: Any  # the client's first example
     count_C: Any  # how many it has
-    row_C: Any  # its personal models; out of bounds for nobody
-    is_participating_C: Any  # 1: somebody is here
+    row_C: Any  # its personal models; out of bounds in an empty slot
+    is_participating_C: Any  # 0: the slot is empty
     uninitialized_C: Any  # 1: it has no personal models yet
 
 
-class Data(NamedTuple):
-    """The examples that a round may need, one after the other."""
+class ExampleArrays(NamedTuple):
+    """The examples of the clients on a device, one client after the other."""
 
     x_N: Any
     y_N: Any
-    gram_K: Any = None  # each client's products with each other, where they are kept
+    gram_K: Any = None  # each client's Gram matrix, if they are stored
 
 
 class RoundParamsBatch(NamedTuple):
-    """What the mechanisms say, for every round."""
+    """The constants of every run's mechanism, and the pull of each personal model in each group."""
 
-    terms_R: RoundParams
+    params_R: RoundParams
     pull_VG: Any
 
 
-class Asked(NamedTuple):
+class RoundInputs(NamedTuple):
     """What a round sends to every device."""
 
     theta_R: Parameters
     clip_R: Array
-    numbers: RoundParamsBatch
+    constants: RoundParamsBatch
     rates: Array
-    key: Array  # of the batches
+    key: Array  # of shuffling and dropout
 
 
 class Engine:
-    """A compiled round for one model, one way of training and one shape of the data."""
+    """A compiled round for one model, one way of local training and one layout of the data.
 
-    def __init__(self, model: Model, training: LocalTraining, server: Optimizer, shape: Shape):
-        self.model, self.training, self.server, self.shape = model, training, server, shape
-        self.run_V = np.array(shape.run_V, int)
+    Args:
+        model: The model.
+        training: How clients train.
+        server: The server's optimizer.
+        config: The layout of the data and the number of models.
+    """
+
+    def __init__(self, model: Model, training: LocalTraining, server: Optimizer, config: EngineConfig):
+        self.model, self.training, self.server, self.config = model, training, server, config
+        self.run_V = np.array(config.run_V, int)
         self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
         self.devices = len(self.mesh.devices)
         on_gpu = jax.default_backend() == "gpu"
-        # A core's cache holds few clients; a GPU wants many networks at a time, more where clients differ in size and get
-        # done one after the other, and all there are where steps are small.
-        networks, each = 256 if shape.full else 512, shape.runs + len(shape.run_V)
-        in_span = 256 if len(shape.sizes) == 1 else 32  # those of a chunk are of one size class
-        gpu_chunk = in_span if model.head is not None else max(1, networks // each)
-        self.chunk = gpu_chunk if on_gpu else 8
-        self.by_client, self.replicated = NamedSharding(self.mesh, BY_CLIENT), NamedSharding(self.mesh, EVERYWHERE)
+        self.chunk = self._gpu_chunk() if on_gpu else 8  # a core's cache holds few clients
+        self.by_client, self.replicated = NamedSharding(self.mesh, BY_CLIENT), NamedSharding(self.mesh, REPLICATED)
         self.like = jax.eval_shape(model.init, jax.random.key(0))
-        start, self.unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, self.like))
-        self.parameters = start.size
-        graphs = {"xla_gpu_graph_min_graph_size": 1} if on_gpu else None  # many small kernels, launched as one
+        zeros_P, self.unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, self.like))
+        self.parameters = zeros_P.size
+        graphs = {"xla_gpu_graph_min_graph_size": 1} if on_gpu else None  # launches many small kernels as one
         self.round = jax.jit(self._round, donate_argnums=(0, 1), compiler_options=graphs)
         self.scores = jax.jit(self._scores)
         self.client_scores = jax.jit(self._client_scores, static_argnums=0)
-        self.lay = jax.jit(self._lay, donate_argnums=0)
-        self.grams = jax.jit(self._grams)
+        self.scatter_rows = jax.jit(self._scatter_rows, donate_argnums=0)
+        self.gram_matrices = jax.jit(self._gram_matrices)
 
-    def slots(self, clients_each: int) -> int:
-        """The capacity for this many clients on each device: whole chunks, and few slots that nobody needs."""
-        each = max(clients_each, 1)
-        while self.chunk_of(each) < min(each, 3 * self.chunk / 4):
-            each += 1
-        return each * self.devices
+    def _gpu_chunk(self) -> int:
+        """The chunk on a GPU: many networks, more where clients are dropped as they finish, most where steps are small."""
+        if self.model.head is not None:
+            return 256 if len(self.config.sizes) == 1 else 32  # the clients of a chunk are of one capacity
+        networks, models = 256 if self.config.uniform_size else 512, self.config.runs + len(self.run_V)
+        return max(1, networks // models)
 
-    def chunk_of(self, slots_each: int) -> int:
-        """How many clients train at a time: as many as divide the slots, not many more than the chunk."""
-        return max(size for size in range(1, self.chunk + self.chunk // 4 + 1) if slots_each % size == 0)
+    def padded_cohort_size(self, clients_per_device: int) -> int:
+        """The slots for this many clients on each device: whole chunks and few empty slots."""
+        slots = max(clients_per_device, 1)
+        while self.chunk_size(slots) < min(slots, 3 * self.chunk / 4):
+            slots += 1
+        return slots * self.devices
+
+    def chunk_size(self, slots_per_device: int) -> int:
+        """How many clients train at a time: a divisor of the slots that is not much more than the chunk."""
+        limit = self.chunk + self.chunk // 4
+        return max(size for size in range(1, limit + 1) if slots_per_device % size == 0)
 
     def put(self, value: Any, sharding: NamedSharding) -> Any:
-        """Arrays of the host onto the devices; with several processes each gives the same."""
+        """Arrays of the host on the devices; each of several processes passes the same arrays."""
         if jax.process_count() == 1:
             return jax.device_put(value, sharding)
-        whole = lambda a: jax.make_array_from_callback(np.shape(a), sharding, lambda part: np.asarray(a)[part])  # noqa: E731
-        return jax.tree.map(whole, value)
+
+        def put_leaf(leaf: np.ndarray) -> Array:
+            return jax.make_array_from_callback(np.shape(leaf), sharding, lambda part: np.asarray(leaf)[part])
+
+        return jax.tree.map(put_leaf, value)
 
     def fetch(self, value: Array) -> np.ndarray:
         """An array of the devices on the host, of every host."""
@@ -136,108 +151,117 @@ class Engine:
         self,
         state_R: ServerState,
         personal_K: Parameters | None,
-        data: Data,
+        examples: ExampleArrays,
         slots: Array,
-        numbers: RoundParamsBatch,
+        constants: RoundParamsBatch,
         rates: Array,
         keys: Array,
     ) -> tuple[ServerState, Parameters | None, Array]:
-        """One round of Algorithm 1; ``keys``: that of the batches, then that of each run's noise."""
+        """One round of Algorithm 1; ``keys``: one for the batches, then one for each run's noise."""
         batch_key, noise_key_R = jax.random.wrap_key_data(keys[0]), jax.random.wrap_key_data(keys[1:])
-        taken = (BY_CLIENT, self._examples, BY_CLIENT, EVERYWHERE)
-        spread = self._shard_map(self._on_device, taken, (EVERYWHERE, BY_CLIENT))
-        theta_R = jax.vmap(self.unravel)(state_R.theta_P)
-        sums_R, personal_K = spread(personal_K, data, slots, Asked(theta_R, state_R.clip, numbers, rates, batch_key))
+        in_specs = (BY_CLIENT, self._example_spec, BY_CLIENT, REPLICATED)
+        train_cohort = self._shard_map(self._train_cohort, in_specs, (REPLICATED, BY_CLIENT))
+        inputs = RoundInputs(jax.vmap(self.unravel)(state_R.theta_P), state_R.clip, constants, rates, batch_key)
+        sums_R, personal_K = train_cohort(personal_K, examples, slots, inputs)
         if self.parameters % self.devices == 0:  # each device draws its part of the one noise
-            parts = NamedSharding(self.mesh, PartitionSpec(None, AXIS))
-            sums_R = sums_R._replace(update_P=jax.lax.with_sharding_constraint(sums_R.update_P, parts))
-        state_R = jax.vmap(partial(finish_round, self.server))(numbers.terms_R, state_R, sums_R, noise_key_R)
+            by_parameter = NamedSharding(self.mesh, PartitionSpec(None, AXIS))
+            sums_R = sums_R._replace(update_P=jax.lax.with_sharding_constraint(sums_R.update_P, by_parameter))
+        state_R = jax.vmap(partial(finish_round, self.server))(constants.params_R, state_R, sums_R, noise_key_R)
         return jax.lax.with_sharding_constraint(state_R, self.replicated), personal_K, jnp.sum(state_R.clip)
 
-    def _on_device(
-        self, personal_K: Parameters | None, data: Data, table: Array, asked: Asked
+    def _train_cohort(
+        self, personal_K: Parameters | None, examples: ExampleArrays, table: Array, inputs: RoundInputs
     ) -> tuple[Sums, Parameters | None]:
-        """The device's share of the cohort, chunk by chunk: updates summed, personal models moved."""
-        chunk = self.chunk_of(table.shape[0])
+        """The device's part of the cohort, chunk by chunk: every run's sums, and the personal models after the round."""
+        size = self.chunk_size(table.shape[0])
 
-        def of_chunk(number: Array, carry: tuple[Sums, Parameters | None]) -> tuple[Sums, Parameters | None]:
-            sums, personal_K = carry
-            mine = SlotTable(*jax.lax.dynamic_slice_in_dim(table, number * chunk, chunk).T)
-            own_C = self._personal(asked.theta_R, personal_K, mine)
-            size = jnp.sum(jnp.max(mine.count_C) > np.array(self.shape.sizes[:-1], np.int32))
-            at_sizes = [partial(self._train, data, asked, size) for size in self.shape.sizes]
-            here, own_C = jax.lax.switch(size, at_sizes, mine, own_C)
+        def add_chunk(number: Array, carry: tuple[Sums, Parameters | None]) -> tuple[Sums, Parameters | None]:
+            sums_R, personal_K = carry
+            chunk = SlotTable(*jax.lax.dynamic_slice_in_dim(table, number * size, size).T)
+            personal_CV = self._personal(inputs.theta_R, personal_K, chunk)
+            size_class = jnp.sum(jnp.max(chunk.count_C) > np.array(self.config.sizes[:-1], np.int32))
+            branches = [partial(self._train_chunk, examples, inputs, capacity) for capacity in self.config.sizes]
+            chunk_sums_R, personal_CV = jax.lax.switch(size_class, branches, chunk, personal_CV)
             if personal_K is not None:
-                keep = lambda kept_K, uninitialized_C: kept_K.at[mine.row_C].set(
-                    uninitialized_C, mode="drop", unique_indices=True
-                )
-                personal_K = jax.tree.map(keep, personal_K, own_C)
-            return jax.tree.map(jnp.add, sums, here), personal_K
 
-        nobody_RG = jnp.zeros(asked.numbers.terms_R.weight_G.shape, jnp.int32)
-        nothing = Sums(jax.tree.map(jnp.zeros_like, asked.theta_R), jnp.zeros_like(asked.clip_R), nobody_RG)
+                def update_rows(leaf_K: Array, leaf_CV: Array) -> Array:
+                    return leaf_K.at[chunk.row_C].set(leaf_CV, mode="drop", unique_indices=True)
+
+                personal_K = jax.tree.map(update_rows, personal_K, personal_CV)
+            return jax.tree.map(jnp.add, sums_R, chunk_sums_R), personal_K
+
+        runs, groups = inputs.constants.params_R.weight_G.shape
+        zeros_RP = jnp.zeros((runs, self.parameters))
+        zero_sums_R = Sums(zeros_RP, jnp.zeros_like(inputs.clip_R), jnp.zeros((runs, groups), jnp.int32))
         is_participating_C = table[:, SlotTable._fields.index("is_participating_C")]
-        chunks = -(-jnp.max(is_participating_C * jnp.arange(1, len(is_participating_C) + 1)) // chunk)
-        sums, personal_K = jax.lax.fori_loop(0, chunks, of_chunk, (nothing, personal_K))
-        flat_RP = jax.vmap(lambda update: ravel_pytree(update)[0])(sums.update_P)
-        return jax.lax.psum(sums._replace(update_P=flat_RP), AXIS), personal_K
+        last_slot = jnp.max(is_participating_C * jnp.arange(1, len(is_participating_C) + 1))
+        sums_R, personal_K = jax.lax.fori_loop(0, -(-last_slot // size), add_chunk, (zero_sums_R, personal_K))
+        return jax.lax.psum(sums_R, AXIS), personal_K
 
-    def _personal(self, theta_R: Parameters, personal_K: Parameters | None, mine: SlotTable) -> Parameters | None:
-        """The personal models of these clients: theta_j ← theta, if not initialised."""
+    def _personal(self, theta_R: Parameters, personal_K: Parameters | None, chunk: SlotTable) -> Parameters | None:
+        """The personal models of these clients: theta_j ← theta, if not initialized."""
         if personal_K is None:
             return None
 
-        def of_leaf(own_K: Array, theta_R: Array) -> Array:
-            uninitialized_C = mine.uninitialized_C.reshape(-1, *[1] * theta_R.ndim)
-            return jnp.where(uninitialized_C == 1, theta_R[self.run_V], own_K[mine.row_C])
+        def of_leaf(personal_K: Array, theta_R: Array) -> Array:
+            uninitialized_C = chunk.uninitialized_C.reshape(-1, *[1] * theta_R.ndim)
+            return jnp.where(uninitialized_C == 1, theta_R[self.run_V], personal_K[chunk.row_C])
 
         return jax.tree.map(of_leaf, personal_K, theta_R)
 
-    def _train(
-        self, data: Data, asked: Asked, size: int, mine: SlotTable, own_CV: Parameters | None
+    def _train_chunk(
+        self,
+        examples: ExampleArrays,
+        inputs: RoundInputs,
+        capacity: int,
+        chunk: SlotTable,
+        personal_CV: Parameters | None,
     ) -> tuple[Sums, Parameters | None]:
-        """One chunk at one size: its clients train, their updates are clipped and summed for every run."""
-        key_C = jax.vmap(partial(jax.random.fold_in, asked.key))(mine.client_C)
-        order_CM = orders(key_C, mine.count_C, size)
-        x_CM, y_CM = examples_at(data.x_N, data.y_N, mine.start_C, mine.count_C, order_CM, self.shape.full)
+        """One chunk at one capacity: its clients train, and their updates are clipped and summed for every run."""
+        key_C = jax.vmap(partial(jax.random.fold_in, inputs.key))(chunk.client_C)
+        order_CM = jax.vmap(partial(shuffle, capacity=capacity))(key_C, chunk.count_C)
+        uniform_size = self.config.uniform_size
+        x_CM, y_CM = examples_at(examples.x_N, examples.y_N, chunk.start_C, chunk.count_C, order_CM, uniform_size)
         gram_CMM = None
-        if data.gram_K is not None:
-            # They are symmetric, so rows are put in order twice, which is faster than rows and columns.
-            in_order = lambda start, order_M: data.gram_K[start // size, order_M].T[order_M]  # noqa: E731
-            gram_CMM = jax.vmap(in_order)(mine.start_C, order_CM)
-        terms_R, pull_VG = asked.numbers
-        clients = Clients(x_CM, y_CM, mine.count_C, pull_VG[:, mine.group_C].T, key_C, gram_CMM)
-        held_in = coordinates(self.model, size, self.shape.inputs)
-        models = (asked.theta_R, own_CV, self.run_V)
-        sent, own_CV = client_updates(
-            self.model, self.training, held_in, clients, *models, asked.rates, self.shape.full
+        if examples.gram_K is not None:
+
+            def shuffled_gram(start: Array, order_M: Array) -> Array:
+                """Gram matrices are symmetric: rows are gathered twice, which is faster than rows and columns."""
+                return examples.gram_K[start // capacity, order_M].T[order_M]
+
+            gram_CMM = jax.vmap(shuffled_gram)(chunk.start_C, order_CM)
+        params_R, pull_VG = inputs.constants
+        finite = examples.x_N.dtype == jnp.uint8
+        parametrization = parametrize(self.model, inputs.theta_R, self.run_V, x_CM, gram_CMM, finite)
+        clients = Clients(y_CM, chunk.count_C, pull_VG[:, chunk.group_C].T, key_C)
+        updates_R, personal_CV = client_updates(
+            self.model, self.training, parametrization, clients, personal_CV, inputs.rates, uniform_size
         )
 
-        if (
-            data.x_N.dtype != jnp.uint8
-        ):  # a client whose inputs are not finite is refused by its norm, and adds no 0 · NaN
-            x_CM = jnp.where(jnp.isfinite(x_CM), x_CM, 0.0)
+        def sum_run(params: RoundParams, clip: Array, update_C: Parameters, norm_C: Array) -> Sums:
+            def weighted_sum(scale_C: Array) -> Array:
+                return ravel_pytree(parametrization.weighted_sum(scale_C, update_C))[0]
 
-        def of_run(terms: RoundParams, clip: Array, update_C: Parameters, norm_C: Array) -> Sums:
-            updates = Updates(norm_C, lambda scale_C: held_in.add(scale_C, update_C, x_CM))
-            return clip_and_sum(terms, clip, updates, mine.group_C, mine.is_participating_C == 1)
+            updates = Updates(norm_C, weighted_sum)
+            return clip_and_sum(params, clip, updates, chunk.group_C, chunk.is_participating_C == 1)
 
-        return jax.vmap(of_run, in_axes=(0, 0, 1, 1))(terms_R, asked.clip_R, sent.update_CR, sent.norm_CR), own_CV
+        sums_R = jax.vmap(sum_run, in_axes=(0, 0, 1, 1))(params_R, inputs.clip_R, *updates_R)
+        return sums_R, personal_CV
 
     @property
-    def _examples(self) -> PartitionSpec:
-        """How examples are split."""
-        return EVERYWHERE if self.shape.replicated else BY_CLIENT
+    def _example_spec(self) -> PartitionSpec:
+        """How examples are distributed over the devices."""
+        return REPLICATED if self.config.replicated else BY_CLIENT
 
-    def _grams(self, x_N: Array) -> Array:
-        """The products of every client's examples with each other, where clients are alike and lie behind each other."""
-        (size,) = self.shape.sizes
+    def _gram_matrices(self, x_N: Array) -> Array:
+        """The Gram matrix of every client, where all have as many examples and these are stored without gaps."""
+        (capacity,) = self.config.sizes
 
         def on_device(x_N: Array) -> Array:
-            x_KM = x_N.reshape(-1, size, *x_N.shape[1:])
+            x_KM = x_N.reshape(-1, capacity, *x_N.shape[1:])
             return jax.lax.map(lambda x_M: gram(as_floats(x_M)), x_KM, batch_size=self.chunk)
 
-        return self._shard_map(on_device, (self._examples,), self._examples)(x_N)
+        return self._shard_map(on_device, (self._example_spec,), self._example_spec)(x_N)
 
     def _scores(self, theta_RP: Array, x_N: Array, y_N: Array) -> Array:
         """The score of each global model on each example, spread over the devices."""
@@ -245,72 +269,80 @@ class Engine:
         def on_device(theta_RP: Array, x_N: Array, y_N: Array) -> Array:
             theta_R = jax.vmap(self.unravel)(theta_RP)
 
-            def of_one(example: tuple[Array, Array]) -> Array:
-                x, y = example
-                score = lambda theta: self.model.score(self.model.apply(theta, as_floats(x)[None], None), y[None])[0]  # noqa: E731
-                return jax.vmap(score)(theta_R)
+            def score_example(example: tuple[Array, Array]) -> Array:
+                x_1, y_1 = as_floats(example[0])[None], example[1][None]
+                return jax.vmap(lambda theta: self.model.score(self.model.apply(theta, x_1, None), y_1)[0])(theta_R)
 
-            return jax.lax.map(of_one, (x_N, y_N), batch_size=256)
+            return jax.lax.map(score_example, (x_N, y_N), batch_size=256)
 
-        return self._shard_map(on_device, (EVERYWHERE, BY_CLIENT, BY_CLIENT), BY_CLIENT)(theta_RP, x_N, y_N)
+        return self._shard_map(on_device, (REPLICATED, BY_CLIENT, BY_CLIENT), BY_CLIENT)(theta_RP, x_N, y_N)
 
     def _client_scores(
-        self, most: int, theta_RP: Array, personal_K: Parameters | None, x_N: Array, y_N: Array, table: Array
+        self, capacity: int, theta_RP: Array, personal_K: Parameters | None, x_N: Array, y_N: Array, table: Array
     ) -> Array:
-        """The mean score on each client's own examples of every global model, then of its personal ones."""
+        """The mean score on each client's examples of every global model, then of its personal ones."""
 
         def on_device(theta_RP: Array, personal_K: Parameters | None, x_N: Array, y_N: Array, table: Array) -> Array:
             theta_R = jax.vmap(self.unravel)(theta_RP)
 
-            def of_one(row: Array) -> Array:
-                mine = SlotTable(*row[:, None])
-                x_CM, y_CM = examples_at(x_N, y_N, mine.start_C, mine.count_C, jnp.arange(most)[None])
-                real_M = jnp.arange(most) < mine.count_C[0]
+            def score_client(row: Array) -> Array:
+                slot = SlotTable(*row[:, None])
+                x_CM, y_CM = examples_at(x_N, y_N, slot.start_C, slot.count_C, jnp.arange(capacity)[None])
+                real_M = jnp.arange(capacity) < slot.count_C[0]
 
-                def score(model: Parameters) -> Array:
-                    score_M = self.model.score(self.model.apply(model, x_CM[0], None), y_CM[0])
-                    return jnp.sum(jnp.where(real_M, score_M, 0.0)) / jnp.maximum(mine.count_C[0], 1)
+                def score(theta: Parameters) -> Array:
+                    score_M = self.model.score(self.model.apply(theta, x_CM[0], None), y_CM[0])
+                    return jnp.sum(jnp.where(real_M, score_M, 0.0)) / jnp.maximum(slot.count_C[0], 1)
 
-                own_CV = self._personal(theta_R, personal_K, mine)
                 scores = [jax.vmap(score)(theta_R)]
-                scores += [] if own_CV is None else [jax.vmap(score)(jax.tree.map(lambda own: own[0], own_CV))]
+                personal_CV = self._personal(theta_R, personal_K, slot)
+                if personal_CV is not None:
+                    scores.append(jax.vmap(score)(jax.tree.map(lambda leaf_CV: leaf_CV[0], personal_CV)))
                 return jnp.concatenate(scores)
 
-            return jax.lax.map(of_one, table, batch_size=min(self.chunk, table.shape[0]))
+            return jax.lax.map(score_client, table, batch_size=min(self.chunk, table.shape[0]))
 
-        spread = self._shard_map(on_device, (EVERYWHERE,) + (BY_CLIENT,) * 4, BY_CLIENT)
-        return spread(theta_RP, personal_K, x_N, y_N, table)
+        in_specs = (REPLICATED, BY_CLIENT, BY_CLIENT, BY_CLIENT, BY_CLIENT)
+        return self._shard_map(on_device, in_specs, BY_CLIENT)(theta_RP, personal_K, x_N, y_N, table)
 
-    def _lay(self, desk_C: Parameters, brought_B: Parameters, row_B: Array) -> Parameters:
-        """Some rows of personal models put where they belong on each device; a row out of bounds is nobody's."""
+    def _scatter_rows(self, buffer_C: Parameters, rows_B: Parameters, index_B: Array) -> Parameters:
+        """Rows of personal models written into a buffer on each device; a row with an index out of bounds is dropped."""
 
-        def on_device(desk_C: Parameters, brought_B: Parameters, row_B: Array) -> Parameters:
-            def one(b: Array, desk_C: Parameters) -> Parameters:  # row by row: a scatter would copy the desk
-                def of_leaf(desk_C: Array, new_B: Array) -> Array:
-                    row = jnp.minimum(row_B[b], desk_C.shape[0] - 1)
-                    there = jax.lax.dynamic_index_in_dim(desk_C, row)
-                    new = jnp.where(row == row_B[b], jax.lax.dynamic_index_in_dim(new_B, b), there)
-                    return jax.lax.dynamic_update_slice_in_dim(desk_C, new, row, 0)
+        def on_device(buffer_C: Parameters, rows_B: Parameters, index_B: Array) -> Parameters:
+            def write_row(b: Array, buffer_C: Parameters) -> Parameters:  # row by row: a scatter would copy the buffer
+                def of_leaf(buffer_C: Array, rows_B: Array) -> Array:
+                    index = jnp.minimum(index_B[b], buffer_C.shape[0] - 1)
+                    present = jax.lax.dynamic_index_in_dim(buffer_C, index)
+                    row = jnp.where(index == index_B[b], jax.lax.dynamic_index_in_dim(rows_B, b), present)
+                    return jax.lax.dynamic_update_slice_in_dim(buffer_C, row, index, 0)
 
-                return jax.tree.map(of_leaf, desk_C, brought_B)
+                return jax.tree.map(of_leaf, buffer_C, rows_B)
 
-            return jax.lax.fori_loop(0, row_B.shape[0], one, desk_C)
+            return jax.lax.fori_loop(0, index_B.shape[0], write_row, buffer_C)
 
-        return self._shard_map(on_device, (BY_CLIENT,) * 3, BY_CLIENT)(desk_C, brought_B, row_B)
+        return self._shard_map(on_device, (BY_CLIENT,) * 3, BY_CLIENT)(buffer_C, rows_B, index_B)
 
-    def _shard_map(self, on_device: Callable, taken: tuple, given: Any) -> Callable:
-        """A function of one device on all of them, with what it takes and gives split as said."""
-        return jax.shard_map(on_device, mesh=self.mesh, in_specs=taken, out_specs=given, check_vma=False)
+    def _shard_map(self, on_device: Callable, in_specs: tuple, out_specs: Any) -> Callable:
+        """A function of one device mapped over the mesh, with the kernels of this device."""
+
+        def with_kernels(*arguments: Any) -> Any:
+            with use_conv_relu_pool(kernels.conv_relu_pool):
+                return on_device(*arguments)
+
+        return jax.shard_map(with_kernels, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def examples_at(
-    x_N: Array, y_N: Array, start_C: Array, count_C: Array, order_CM: Array, full: bool = False
+    x_N: Array, y_N: Array, start_C: Array, count_C: Array, order_CM: Array, uniform_size: bool = False
 ) -> tuple[Array, Array]:
-    """Each client's examples in this order, as floats; past the last there is nothing, and nothing of a neighbour's."""
-    if full:
-        rows_CM = start_C[:, None] + order_CM
-        return as_floats(x_N[rows_CM]), y_N[rows_CM]
+    """Each client's examples in this order, inputs as floats; padding is 0 and not a neighbour's examples."""
+    if uniform_size:
+        index_CM = start_C[:, None] + order_CM
+        return as_floats(x_N[index_CM]), y_N[index_CM]
     real_CM = jnp.arange(order_CM.shape[1]) < count_C[:, None]
-    rows_CM = jnp.where(real_CM, start_C[:, None] + order_CM, 0)
-    blank = lambda a_CM: jnp.where(real_CM.reshape(*real_CM.shape, *[1] * (a_CM.ndim - 2)), a_CM, 0)  # noqa: E731
-    return blank(as_floats(x_N[rows_CM])), blank(y_N[rows_CM])
+    index_CM = jnp.where(real_CM, start_C[:, None] + order_CM, 0)
+
+    def masked(values_CM: Array) -> Array:
+        return jnp.where(real_CM.reshape(*real_CM.shape, *[1] * (values_CM.ndim - 2)), values_CM, 0)
+
+    return masked(as_floats(x_N[index_CM])), masked(y_N[index_CM])

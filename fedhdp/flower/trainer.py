@@ -1,4 +1,4 @@
-"""Trainers for models of ``models.py``: one client through the same ``client_updates`` as the simulator's many.
+"""Trainers for models of ``models.py``: one client through the same ``client_updates`` as the simulator's chunks.
 
 Axis letters: M examples of the client, N examples.
 """
@@ -13,10 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedhdp.client import Clients, LocalTraining, as_floats, client_updates, coordinates, orders, updates_in_full
+from fedhdp.client import LocalTraining, as_floats, shuffle
+from fedhdp.engine import kernels
+from fedhdp.engine.chunk import Clients, client_updates
+from fedhdp.engine.low_rank import parametrize
 from fedhdp.flower.clientapp import Trainer
 from fedhdp.flower.protocol import Arrays
-from fedhdp.models import Model, Parameters
+from fedhdp.models import Model, Parameters, take, use_conv_relu_pool
 from fedhdp.rng import BATCHES, MODEL, stream
 
 
@@ -57,7 +60,7 @@ def jax_trainer(
         seed, number = batches if batches is not None else (secrets.randbits(31), 0)
         key = jax.random.fold_in(_key(seed, BATCHES, round), number)
         rates = jnp.array(training.rates(round), jnp.float32)
-        update, own = _train(model, training)(theta, own, x_M, y_M, jnp.float32(pull), key, rates)
+        update, own = _compile(model, training)(theta, own, x_M, y_M, jnp.float32(pull), key, rates)
         trained = jax.tree.map(jnp.add, theta, update)
         return named(trained), None if own is None else named(own)
 
@@ -65,20 +68,28 @@ def jax_trainer(
 
 
 @lru_cache(maxsize=8)
-def _train(model: Model, training: LocalTraining) -> Callable:
-    def of_one(theta, own, x_M, y_M, pull, key, rates):
-        held_in = coordinates(model, len(x_M), int(np.prod(x_M.shape[1:])))
-        count_C, key_C = jnp.array([len(x_M)]), key[None]
-        order_M = orders(key_C, count_C, len(x_M))[0]
-        x_CM, y_CM = as_floats(x_M[order_M])[None], y_M[order_M][None]
-        theta_R = jax.tree.map(lambda leaf: leaf[None], theta)
-        own_CV = None if own is None else jax.tree.map(lambda leaf: leaf[None, None], own)
-        run_V, pull_CV = (np.zeros(0, int), jnp.zeros((1, 0))) if own is None else (np.zeros(1, int), pull[None, None])
-        one = Clients(x_CM, y_CM, count_C, pull_CV, key_C)
-        sent, own_CV = client_updates(model, training, held_in, one, theta_R, own_CV, run_V, rates, full=True)
-        return jax.tree.map(lambda leaf: leaf[0, 0], (updates_in_full(held_in, sent, x_CM), own_CV))
+def _compile(model: Model, training: LocalTraining) -> Callable:
+    """A compiled round of one client, a chunk of one."""
 
-    return jax.jit(of_one)
+    def train(theta, personal, x_M, y_M, pull, key, rates):
+        count = len(y_M)
+        order_M = shuffle(key, count, count)
+        x_CM, y_CM = as_floats(x_M[order_M])[None], y_M[order_M][None]
+        theta_R = take(theta, None)
+        personal_CV = None if personal is None else take(personal, (None, None))
+        run_V, pull_CV = np.zeros(0 if personal is None else 1, int), jnp.full((1, 0 if personal is None else 1), pull)
+        clients = Clients(y_CM, jnp.array([count]), pull_CV, key[None])
+        with use_conv_relu_pool(kernels.conv_relu_pool):
+            parametrization = parametrize(model, theta_R, run_V, x_CM)
+            updates, personal_CV = client_updates(
+                model, training, parametrization, clients, personal_CV, rates, uniform_size=True
+            )
+        update = parametrization.weighted_sum(
+            jnp.ones(1), jax.tree.map(lambda leaf_CR: leaf_CR[:, 0], updates.update_CR)
+        )
+        return update, None if personal is None else take(personal_CV, (0, 0))
+
+    return jax.jit(train)
 
 
 def _parameters(model: Model, arrays: Arrays) -> Parameters:

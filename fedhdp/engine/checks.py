@@ -1,0 +1,81 @@
+"""Whether a data set, its clients and a model fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedhdp.data import Examples, FederatedData
+from fedhdp.errors import DataError, FedHDPError, ModelError
+from fedhdp.models import Array, Model, cross_entropy
+
+
+def check_data(data: FederatedData, model: Model) -> None:
+    """Refuse data and models that would train to wrong numbers without an error.
+
+    Args:
+        data: The data set.
+        model: The model that is to be trained on it.
+
+    Raises:
+        DataError: If examples, clients or labels do not fit each other or the model.
+        ModelError: If the model cannot be initialized, applied or scored on such examples.
+    """
+    for field, part in (("test", data.test), ("validation", data.validation)):
+        if part is not None and len(part.count_K) != data.num_clients:
+            _refuse_data(field, len(part.count_K), f"the examples of {data.num_clients} clients, as train")
+    parts = [part for part in (data.train, data.test) if isinstance(part, Examples)]
+    for part in parts:
+        shape, dtype = part.x_N.shape[1:], part.x_N.dtype
+        if shape != data.input_shape:
+            _refuse_data("inputs", shape, f"of the shape of the server's, {data.input_shape}")
+        if (dtype == np.uint8) != (data.server_x_N.dtype == np.uint8):
+            _refuse_data(
+                "inputs", str(dtype), f"bytes (read as 0 to 1) where the server's are ({data.server_x_N.dtype})"
+            )
+    labels = [data.server_y_N, *(part.y_N for part in parts)] if model.loss is cross_entropy else []
+    for y_N in labels:
+        if y_N.dtype.kind not in "iub":
+            _refuse_data("labels", str(y_N.dtype), "integers where the loss is cross_entropy")
+    classes = _check_model(data, model).shape[-1]
+    for y_N in labels:
+        if len(y_N) and not 0 <= int(np.min(y_N)) <= int(np.max(y_N)) < classes:
+            limits = (int(np.min(y_N)), int(np.max(y_N)))
+            _refuse_data("labels", limits, f"between 0 and {classes - 1}, as the model has {classes} outputs")
+
+
+def _check_model(data: FederatedData, model: Model) -> Any:
+    """The shape of the outputs for two examples."""
+    x_N = jax.ShapeDtypeStruct((2, *data.input_shape), jnp.float32)
+    y_N = jax.ShapeDtypeStruct((2, *data.server_y_N.shape[1:]), data.server_y_N.dtype)
+    key = jax.random.key(0)
+    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(_shape("init", model.init, key))}
+    if not dtypes or not all(dtype.startswith("float") for dtype in dtypes):
+        found = ", ".join(sorted(dtypes)) or "none"
+        raise ModelError(f"the model's parameters must be arrays of floats, got {found}", "parameters", found)
+    outputs = _shape("apply", lambda x_N: model.apply(model.init(key), x_N, key), x_N)
+    for field, function in (("loss", model.loss), ("score", model.score)):
+        shape = _shape(field, function, outputs, y_N).shape
+        if shape != (2,):
+            raise ModelError(f"{field} must have the shape (2,) for two examples, got {shape}", field, shape)
+    return outputs
+
+
+def _shape(field: str, function: Callable[..., Array], *arguments: Any) -> Any:
+    """The shape of what a function of a model returns."""
+    try:
+        return jax.eval_shape(function, *arguments)
+    except FedHDPError:
+        raise
+    except (TypeError, ValueError, IndexError, KeyError) as error:
+        shapes = " and ".join(f"{argument.dtype}{list(argument.shape)}" for argument in arguments)
+        message = f"the model's {field} failed with {shapes}: {type(error).__name__}: {error}"
+        raise ModelError(message, field, shapes) from error
+
+
+def _refuse_data(field: str, value: object, rule: str) -> None:
+    raise DataError(f"{field} must be {rule}, got {value!r}", field, value)

@@ -1,0 +1,126 @@
+"""How the clients of a chunk train: ``client.local_train`` mapped over clients and over the models of each.
+
+*Lockstep*: all clients take the same batch at a time, and a client without that batch rests. The batch is then the same
+slice of every client's arrays. *Ragged*: each client takes its own batches one after the other, and clients that are done
+are dropped while the others go on. A client's results are the same either way.
+
+Axis letters: C clients of a chunk, R global models, V personal models, T both, M examples of a client (padded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedhdp.client import ClientData, LocalTraining, local_train
+from fedhdp.engine.low_rank import ClientUpdates, Parametrization
+from fedhdp.models import Array, Model, Parameters, take
+
+
+class Clients(NamedTuple):
+    """What the clients of a chunk train with, besides their inputs, which their parametrization has."""
+
+    y_CM: Array  # targets, in the order in which they are trained on
+    count_C: Array  # how many examples are real
+    pull_CV: Array
+    key_C: Array
+
+
+def client_updates(
+    model: Model,
+    training: LocalTraining,
+    parametrization: Parametrization,
+    clients: Clients,
+    personal_CV: Parameters | None,
+    rates: Array,
+    uniform_size: bool = False,
+) -> tuple[ClientUpdates, Parameters | None]:
+    """ClientUpdate of Algorithm 1 for the clients of a chunk, all models of a client side by side.
+
+    Args:
+        model: The model, for its loss.
+        training: How clients train.
+        parametrization: How the models are represented.
+        clients: The clients; for ragged training those with most examples come first.
+        personal_CV: Their personal models, or None without personalization.
+        rates: The learning rates of global and of personal models.
+        uniform_size: No client has any padding, so that batches are known at compile time; the results are the same.
+
+    Returns:
+        Each client's update of each global model, and its personal models after the round.
+    """
+    models, capacity = _length(parametrization.anchor_T), clients.y_CM.shape[1]
+    runs = models - clients.pull_CV.shape[1]
+    rate_T = rates[(np.arange(models) >= runs).astype(int)]
+    pull_CT = jnp.concatenate([jnp.full((len(clients.y_CM), runs), training.proximal), clients.pull_CV], axis=1)
+    theta_CT, inputs_CT = parametrization.from_params(personal_CV)
+    batches_C = training.batches(clients.count_C)
+
+    def train(theta_CT: Parameters, epochs: range) -> Parameters:
+        """These epochs, of the first models of each client."""
+        models = _length(take(theta_CT, 0))
+
+        def of_chunk(theta_CT: Parameters, batches: Array | None = None, steps: tuple | None = None) -> Parameters:
+            """Some steps of the first clients of the chunk."""
+
+            def of_client(theta_T, inputs_T, pull_T, y_M, count, key):
+                def of_model(theta, anchor, pull, rate, inputs_M):
+                    data = ClientData(inputs_M, y_M, capacity if uniform_size else count, key)
+                    predict, loss = parametrization.predict, model.loss
+                    return local_train(predict, loss, training, theta, anchor, pull, rate, data, epochs, batches, steps)
+
+                anchor_T, others_T = parametrization.anchor_T, (pull_T, rate_T, inputs_T)
+                return jax.vmap(of_model)(theta_T, *take((anchor_T, *others_T), slice(models)))
+
+            of_clients = (inputs_CT, pull_CT, clients.y_CM, clients.count_C, clients.key_C)
+            return jax.vmap(of_client)(theta_CT, *take(of_clients, slice(_length(theta_CT))))
+
+        if uniform_size:
+            return of_chunk(theta_CT)
+        if parametrization.ragged:
+            return ragged(of_chunk, theta_CT, batches_C, len(epochs))
+        return of_chunk(theta_CT, jnp.max(batches_C))
+
+    # Personal models may stop before the global ones.
+    together = training.epochs if personal_CV is None else training.personal_epochs or training.epochs
+    theta_CT = train(theta_CT, range(together))
+    theta_CR, theta_CV = _models(theta_CT, slice(runs)), _models(theta_CT, slice(runs, None))
+    if together < training.epochs:
+        theta_CR = train(theta_CR, range(together, training.epochs))
+    updates = parametrization.delta(theta_CR)
+    return updates, None if personal_CV is None else parametrization.to_params(theta_CV, personal_CV)
+
+
+def ragged(of_chunk: Callable[..., Parameters], theta_C: Parameters, batches_C: Array, epochs: int) -> Parameters:
+    """Steps in which each client takes its own batches; clients that are done are dropped, an eighth of them at a time.
+
+    Fast where the clients with most batches come first.
+    """
+
+    def turn(number: Array, theta_C: Parameters) -> Parameters:
+        """One step for each epoch: a number known at compile time, and a client's last step is at the end of a turn."""
+        return of_chunk(theta_C, steps=(number * epochs, epochs))
+
+    total = len(batches_C)
+    remaining = list(range(total, 0, -max(8, -(-total // 8))))
+    done: list[Parameters] = []
+    begin = jnp.int32(0)
+    for clients, staying in zip(remaining, [*remaining[1:], 0], strict=True):
+        end = jnp.maximum(begin, jnp.max(batches_C[staying:]))
+        theta_C = jax.lax.fori_loop(begin, end, turn, take(theta_C, slice(clients)))
+        done.insert(0, take(theta_C, slice(staying, None)))
+        begin = end
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *done)
+
+
+def _length(parameters: Parameters) -> int:
+    """The size of the leading axis."""
+    return jax.tree.leaves(parameters)[0].shape[0]
+
+
+def _models(theta_CT: Parameters, which: slice) -> Parameters:
+    return jax.tree.map(lambda leaf: leaf[:, which], theta_CT)

@@ -1,0 +1,74 @@
+"""Low-rank updates: the same training as with all parameters, and norms that are never too small."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from chunks import random_chunk, train
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.flatten_util import ravel_pytree
+
+from fedhdp.client import LocalTraining
+from fedhdp.engine.low_rank import FullRank, LowRank, gram_matmul, uses_low_rank
+from fedhdp.models import cnn, linear, mlp, take
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.data())
+def test_low_rank_training_is_full_rank_training(data):
+    inputs, hidden, classes = data.draw(st.integers(2, 40)), data.draw(st.integers(1, 8)), data.draw(st.integers(2, 5))
+    batch, epochs = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 4))
+    personal_epochs = data.draw(st.none() | st.integers(1, epochs))
+    counts = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=4))
+    model = data.draw(st.sampled_from([mlp(inputs, hidden, classes), linear(inputs, classes)]))
+    rates = {"learning_rate": 0.2, "personal_learning_rate": 0.1}
+    training = LocalTraining(epochs=epochs, batch_size=batch, personal_epochs=personal_epochs, **rates)
+    capacity = -(-max(counts) // batch) * batch
+    chunk = random_chunk(data.draw(st.integers(0, 99)), model, counts, (inputs,), capacity, classes)
+    full_rank, low_rank = train(model, training, chunk, FullRank), train(model, training, chunk, LowRank)
+    for a, b in zip(full_rank[:2], low_rank[:2], strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_low_rank_is_used_where_examples_are_fewer_than_inputs():
+    assert uses_low_rank(mlp(), 40, 784)
+    assert not uses_low_rank(mlp(), 800, 784)
+    assert not uses_low_rank(cnn(), 40, 784)
+
+
+def test_gradient_of_gram_matmul_goes_to_the_rows_of_the_batch():
+    rng = np.random.default_rng(0)
+    A_MH, gram_MM, g_BH = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((5, 3), (5, 5), (2, 3)))
+    output_BH, backward = jax.vjp(lambda A_MH: gram_matmul(A_MH, gram_MM[2:4], 2), A_MH)
+    np.testing.assert_allclose(output_BH, gram_MM[2:4] @ A_MH, rtol=1e-6)
+    np.testing.assert_array_equal(backward(g_BH)[0], jnp.zeros((5, 3)).at[2:4].set(g_BH))
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.data())
+def test_norms_are_those_of_the_updates_and_never_too_small(data):
+    model, training = mlp(60, 8, 3), LocalTraining(epochs=data.draw(st.integers(1, 6)), batch_size=5, learning_rate=0.5)
+    chunk = random_chunk(data.draw(st.integers(0, 99)), model, [10, 7, 5], (60,), 10, 3)
+    if data.draw(st.booleans()):  # one image under many labels: its gradients cancel
+        chunk.x_CM[:] = chunk.x_CM[:, :1]
+    update_CP, _, norm_C = train(model, training, chunk, LowRank)
+    expected_C = np.linalg.norm(np.asarray(update_CP, np.float64), axis=1)
+    assert (np.asarray(norm_C) >= expected_C * (1 - 1e-6)).all()
+    np.testing.assert_allclose(norm_C, expected_C, rtol=2e-3)
+
+
+def test_norm_covers_rounding_where_examples_cancel():
+    model = mlp(60, 8, 3)
+    theta_R = take(model.init(jax.random.key(0)), None)
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        x_M = jnp.asarray(np.tile(rng.random(60, np.float32), (30, 1)))
+        A_MH = rng.normal(size=(30, 8)).astype(np.float32)
+        low_rank = LowRank(model, theta_R, np.zeros(0, int), x_M[None])
+        trained_CR = {"A": jnp.asarray(A_MH - A_MH.mean(0))[None, None], "rest": take(theta_R["rest"], None)}
+        updates = low_rank.delta(trained_CR)
+        written_out = low_rank.weighted_sum(jnp.ones(1), take(updates.update_CR, (slice(None), 0)))
+        flat_P = np.asarray(ravel_pytree(written_out)[0], np.float64)
+        assert float(updates.norm_CR[0, 0]) >= np.linalg.norm(flat_P)

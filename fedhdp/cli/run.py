@@ -204,14 +204,14 @@ def _legend(header: list[str]) -> str:
 
 def _print_ledger(experiment: Experiment) -> None:
     """Print what the population has spent over all runs in the ledger; the table is about this run alone."""
-    from fedhdp.cli.ledger import standing_of
     from fedhdp.privacy.ledger import Ledger
+    from fedhdp.privacy.reports import group_standing
 
     if experiment.ledger is None or not Path(experiment.ledger).exists():
         return
     with Ledger(experiment.ledger, read_only=True) as ledger:
         names = [group.name for group in experiment.mechanism.groups if group.name in ledger.groups()]
-        standings = [standing_of(ledger, name, experiment.delta_of(name)) for name in names]
-    epsilons = [f"ε {s['group']} = {in_short(s['epsilon'], 'not known')} at δ {s['delta']:g}" for s in standings]
+        standings = [group_standing(ledger, name, experiment.delta_of(name)) for name in names]
+    epsilons = [f"ε {s.group} = {in_short(s.epsilon, 'not known')} at δ {s.delta:g}" for s in standings]
     line = f"{experiment.ledger}, over all its runs and variants: {', '.join(epsilons)}"
     console(TABLE_WIDTH).print(line, style="dim", soft_wrap=True)

@@ -110,15 +110,7 @@ def run_deployment(grid: Grid, deployment: Deployment, initial_arrays: Arrays, s
 def start_billing(
     deployment: Deployment, ledger: Ledger, run: str, segments: Iterable[Segment] = (), dropped: Iterable[str] = ()
 ) -> DeploymentBilling:
-    """The billing of a deployment's run.
-
-    Args:
-        deployment: The configuration.
-        ledger: The ledger to charge.
-        run: The run's id.
-        segments: The segments so far, from a checkpoint.
-        dropped: The groups dropped so far.
-    """
+    """The billing of a deployment's run, from the segments and dropped groups of a checkpoint."""
     return DeploymentBilling(
         ledger,
         run,

@@ -134,7 +134,7 @@ def plan_experiment(plan: Plan) -> Experiment:
             level.name,
             level.clients,
             sampling_rate=group.sampling_rate,
-            epsilon=level.epsilon_asked,
+            epsilon=level.target_epsilon,
             weight=group.weight,
         )
         for level, group in zip(plan.levels, plan.mechanism.groups, strict=True)

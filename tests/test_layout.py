@@ -32,9 +32,7 @@ RULE = {  # what each part of the package may import besides itself
 RULE["experiments"] = set(RULE) | {"simulation"}
 RULE["reproduction"] = RULE["flower"] = RULE["experiments"] | {"experiments"}
 RULE["cli"] = RULE["reproduction"] | {"reproduction", "flower"}
-PENDING = {  # to be empty
-    ("engine/personal_store.py", "fedhdp.results.store"),
-}
+PENDING: set[tuple[str, str]] = set()
 
 
 def imports() -> list[tuple[str, str]]:

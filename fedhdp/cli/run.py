@@ -151,9 +151,9 @@ def _print_table(summary: Summary, others: Sequence[Summary] = ()) -> None:
 
 def _print_ledger(folder: Path) -> None:
     """What the population has spent by now, where a ledger knows: the table is about this run alone."""
-    from fedhdp.cli.ledger import standing_of
     from fedhdp.experiments.config import from_toml
     from fedhdp.privacy.ledger import Ledger
+    from fedhdp.privacy.reports import group_standing
     from fedhdp.results.store import EXPERIMENT
 
     experiment = from_toml((folder / EXPERIMENT).read_text(encoding="utf-8"), str(folder / EXPERIMENT))
@@ -161,9 +161,9 @@ def _print_ledger(folder: Path) -> None:
         return
     with Ledger(experiment.ledger, read_only=True) as ledger:
         names = [group.name for group in experiment.mechanism.groups if group.name in ledger.groups()]
-        standing = {name: standing_of(ledger, name, experiment.delta_of(name)) for name in names}
+        standing = [group_standing(ledger, name, experiment.delta_of(name)) for name in names]
     told = ", ".join(
-        f"ε {name} = {in_short(said['epsilon'], 'not known')} at δ {said['delta']:g}" for name, said in standing.items()
+        f"ε {group.group} = {in_short(group.epsilon, 'not known')} at δ {group.delta:g}" for group in standing
     )
     said = f"{experiment.ledger}, over all its runs and variants: {told}"
     Console(markup=False).print(said, style="dim", highlight=False, soft_wrap=True)

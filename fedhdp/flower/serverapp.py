@@ -175,7 +175,7 @@ def _run(
     stopped = _run_rounds(grid, strategy, variant, save_checkpoint)
     _evaluate(grid, strategy, variant)
     deployment, billing, seconds = strategy.deployment, strategy.billing, time.monotonic() - started
-    groups = account_groups(billing.full_mechanism, billing.spent, deployment.delta_of)
+    groups = account_groups(billing.full_mechanism, billing.costs, deployment.delta_of)
     result = VariantResult(VARIANT, "fedhdp", strategy.round, seconds, deployment.repeatable, groups, stopped=stopped)
     result = attach_metrics(result, variant.history())
     variant.finish(_named_parameters(strategy), result)

@@ -108,11 +108,11 @@ def _required(name: str, value: Number | None) -> Number:
 
 
 def _account_named(name: str, rounds: int | None, delta: float | None, tuning: Tuning | None, json: bool) -> None:
-    from fedhdp.results.store import EXPERIMENT
+    from fedhdp.results.store import EXPERIMENT_FILE
 
     changes: dict[str, Any] = {key: value for key, value in (("rounds", rounds), ("delta", delta)) if value is not None}
     path = Path(name)
-    if (path.is_dir() and not (path / EXPERIMENT).is_file()) or path.name == "pyproject.toml":
+    if (path.is_dir() and not (path / EXPERIMENT_FILE).is_file()) or path.name == "pyproject.toml":
         from fedhdp.flower.config import Deployment
 
         if tuning is not None:
@@ -123,7 +123,7 @@ def _account_named(name: str, rounds: int | None, delta: float | None, tuning: T
         from fedhdp.experiments import EXPERIMENTS
         from fedhdp.experiments.config import find
 
-        name = str(path / EXPERIMENT) if path.is_dir() else name  # the directory of a run
+        name = str(path / EXPERIMENT_FILE) if path.is_dir() else name  # the directory of a run
         _account_experiment(msgspec.structs.replace(find(name, EXPERIMENTS), **changes), tuning, json)
 
 

@@ -138,7 +138,9 @@ class MemoryMappedPersonalModels:
         for leaf, part in zip(leaves, self._read(client_B), strict=True):
             leaf[index_B != outside] = part
         rows = jax.tree.unflatten(jax.tree.structure(self.engine.like), leaves)
-        return self.engine.scatter_rows(staging, *self.engine.put((rows, index_B.astype(np.int32)), self.engine.by_client))
+        return self.engine.scatter_rows(
+            staging, *self.engine.put((rows, index_B.astype(np.int32)), self.engine.by_client)
+        )
 
     def commit(self, models: Parameters, layout: CohortLayout) -> None:
         """Take the models back after a round; they are written when they are computed and needed."""

@@ -48,7 +48,7 @@ def simulate(problem: Problem, trials: int, dimensions: int, seed: int, workers:
     streams = np.random.SeedSequence(seed).spawn(len(sizes))
     with ThreadPoolExecutor(workers) as pool:
         parts = list(pool.map(lambda size, stream: _simulate_block(problem, size, dimensions, stream), sizes, streams))
-    return Trials(problem, *(np.concatenate(arrays) for arrays in zip(*parts)))
+    return Trials(problem, *(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 def _simulate_block(problem: Problem, trials: int, dimensions: int, stream: np.random.SeedSequence) -> tuple:
@@ -57,7 +57,7 @@ def _simulate_block(problem: Problem, trials: int, dimensions: int, stream: np.r
         _draw_group(rng, trials, dimensions, int(clients), np.array([problem.alpha2, problem.tau2, noise]))
         for clients, noise in zip(problem.clients_G, problem.noise_G, strict=True)
     ]
-    sums, products = (np.stack(arrays, axis=1) for arrays in zip(*groups))
+    sums, products = (np.stack(arrays, axis=1) for arrays in zip(*groups, strict=True))
     return sums, products, rng.standard_normal((trials, dimensions))
 
 

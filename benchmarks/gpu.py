@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData, examples
 from fedhdp.datasets import tff_client_sizes
+from fedhdp.engine.devices import use_cpu_cores
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, cnn, mlp
 from fedhdp.simulation import Simulation
@@ -97,6 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The paper's two shapes on an accelerator.")
     parser.add_argument("--profile", action="store_true", help="where a round of FEMNIST's shape spends its time")
     given = parser.parse_args()
+    use_cpu_cores()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
     slower, sizes_K = LocalTraining(learning_rate=0.02), tff_client_sizes(62, seed=0)[0]
     works = {

@@ -1,8 +1,8 @@
-"""Where randomness comes from: a stream of numbers for each purpose, or the operating system's entropy.
+"""Where randomness comes from: a stream for each purpose and round, or the operating system's entropy.
 
-A stream is a function of the seed and the round alone, so that a run resumes from any round. What privacy rests on,
-cohorts and noise, comes from the operating system's entropy unless a noise seed is given, which makes a run repeatable
-and not private.
+A stream is a function of the seed, the purpose and the round alone, so that a run resumes from any round. Privacy rests on
+the cohorts and the noise. These come from the operating system's entropy, unless a noise seed is given: then a run is
+repeatable and not private.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-MODEL, COHORT, BATCHES, NOISE = range(1, 5)  # the purposes; 0 is the data's
+MODEL, COHORT, BATCHES, NOISE = range(1, 5)  # the purposes; 0 is the data
 
 
 def stream(seed: int, purpose: int, round: int) -> np.ndarray:
-    """The key of one purpose in one round, as the two words that JAX's generator takes."""
+    """The key of one purpose in one round, as the two words of a JAX key."""
     return np.random.SeedSequence([seed, purpose, round]).generate_state(2)
 
 
 def os_entropy(words: int) -> np.ndarray:
-    """Words from the operating system's entropy; one draw for all processes that compute with them."""
-    drawn = np.frombuffer(os.urandom(4 * words), np.uint32)
-    return drawn if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(drawn))
+    """Words of 32 bits from the operating system's entropy, the same in all processes of a ``jax.distributed`` run."""
+    entropy = np.frombuffer(os.urandom(4 * words), np.uint32)
+    return entropy if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(entropy))

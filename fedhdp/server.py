@@ -1,7 +1,7 @@
 """What the server does, the left column of the paper's Algorithm 1: sample, clip, sum, noise, weigh, move the clip.
 
-Everything that is released is computed in this file. Its numbers come from ``Mechanism.round_params`` alone. The caller gives
-the random generator of the cohort, the key of the noise, and the updates: their norms and a function that sums them.
+Everything that is released is computed in this file. Its numbers come from ``Mechanism.round_params`` alone. The caller
+gives the random generator of the cohort, the key of the noise, and the updates: their norms and a function that sums them.
 
 ``Sums`` can be added: over the clients of a chunk, over chunks, devices and messages. Only ``private_mean`` reads the total,
 and only its result may leave the server. Everything after it is post-processing and costs no privacy. The number of refused

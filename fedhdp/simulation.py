@@ -8,7 +8,7 @@ Axis letters: K clients, V mechanisms (and personal models of a client), R runs,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,13 +24,13 @@ from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData
 from fedhdp.engine.checks import check_data
 from fedhdp.engine.devices import use_cpu_cores
-from fedhdp.engine.evaluation import Evaluation, chosen
+from fedhdp.engine.evaluation import Evaluation, choose_pulls
 from fedhdp.engine.examples import make_example_store, make_gram_matrices, should_replicate
-from fedhdp.engine.personal_store import make_personal_store
+from fedhdp.engine.personal_store import StateArrays, make_personal_store
 from fedhdp.engine.placement import (
     CohortLayout,
     assign_slots,
-    by_size,
+    group_by_size,
     make_slot_table,
     partition_by_owner,
     partition_evenly,
@@ -47,7 +47,6 @@ from fedhdp.results.store import read_arrays, write_arrays
 from fedhdp.rng import BATCHES, COHORT, MODEL, NOISE, os_entropy, stream
 from fedhdp.server import Optimizer, ServerOptimizer, ServerState
 
-StateArrays = Mapping[str, np.ndarray | Callable[[], np.ndarray]]
 Hook = Callable[["Simulation"], bool | None]
 
 
@@ -147,7 +146,6 @@ class Simulation:
         self.server_state: ServerState = self.engine.put(self._initial_server_state(theta_P), self.engine.replicated)
         self.participated_K = np.zeros(self.data.num_clients, bool)
         self.histories: list[list[MetricRow]] = [[] for _ in self.mechanisms]
-        self._personal: Any = None if self.store is None else self.store.start()
         self._done: Array | None = None  # ready when the last round is computed
         self._scores: dict[str, np.ndarray] | None = None  # the clients' scores of this round
 
@@ -235,8 +233,8 @@ class Simulation:
         x_N, y_N, start_C = self.examples.fetch(layout)
         personal, row_C = None, layout.place_C
         if self.store is not None:
-            personal, row_C = self.store.checkout(self._personal, layout)
-        table = make_slot_table(engine, layout, self.group_K, start_C, count_K, row_C, ~self.participated_K)
+            personal, row_C = self.store.checkout(layout)
+        table = make_slot_table(engine, layout, self.group_K, start_C, count_K, row_C, self.participated_K)
         keys = np.stack([stream(self.seed, BATCHES, self.round), *self._noise_keys(self.round)])
         rates = np.array(self.training.rates(self.round), np.float32)
         rates, keys = engine.put((rates, keys), engine.replicated)
@@ -247,7 +245,7 @@ class Simulation:
             self.server_state, personal, ExampleArrays(x_N, y_N, self.gram_K), table, self._params(), rates, keys
         )
         if self.store is not None:
-            self._personal = self.store.commit(self._personal, personal, layout)
+            self.store.commit(personal, layout)
         self.participated_K[clients] = True
         self.round, self._scores = self.round + 1, None
         if previous is not None:
@@ -284,16 +282,16 @@ class Simulation:
 
     def _score_clients(self) -> dict[str, np.ndarray]:
         self.wait()
-        theta_RP, uninitialized_K, evaluation = self.server_state.theta_P, ~self.participated_K, self._evaluation
-        score_KT = evaluation.on_clients(theta_RP, self._personal, uninitialized_K)
+        theta_RP, evaluation = self.server_state.theta_P, self._evaluation
+        score_KT = evaluation.on_clients(theta_RP, self.participated_K, self.store)
         scores = {"global": score_KT[:, self.run_of]}
         if server.average_decay(self.server_optimizer) is not None:
-            scores["average"] = evaluation.on_clients(self._averages(), None, uninitialized_K)[:, self.run_of]
+            scores["average"] = evaluation.on_clients(self._averages(), self.participated_K, None)[:, self.run_of]
         if self.store is not None:
             scores["personal"] = score_KT[:, len(self.runs) :]
             if self.data.validation is not None:
-                held_out_KT = evaluation.on_held_out(theta_RP, self._personal, uninitialized_K)
-                scores["chosen"] = chosen(self.run_of, held_out_KT[:, len(self.runs) :], scores["personal"])
+                held_out_KT = evaluation.on_held_out(theta_RP, self.participated_K, self.store)
+                scores["chosen"] = choose_pulls(self.run_of, held_out_KT[:, len(self.runs) :], scores["personal"])
         return scores
 
     def evaluate(self) -> list[list[MetricRow]]:
@@ -320,7 +318,7 @@ class Simulation:
 
     @cached_property
     def _evaluation(self) -> Evaluation:
-        return Evaluation(self.engine, self.data, self.group_K, self.store)
+        return Evaluation(self.engine, self.data, self.group_K)
 
     def global_model(self, number: int = 0) -> np.ndarray:
         """The global model of a mechanism, as one row of parameters."""
@@ -340,7 +338,7 @@ class Simulation:
         clients = np.atleast_1d(clients)
         exist = len(clients) > 0 and 0 <= min(clients) <= max(clients) < self.data.num_clients
         require(exist, "clients", clients.tolist(), f"from 0 to {self.data.num_clients - 1}")
-        personal_CP = self.store.rows(self._personal, clients)[:, number]
+        personal_CP = self.store.rows(clients)[:, number]
         return np.where(self.participated_K[clients, None], personal_CP, self.global_model(number))
 
     def model(self, client: int | None = None, number: int = 0) -> Parameters:
@@ -372,7 +370,7 @@ class Simulation:
         arrays = {**arrays, "round": np.array(self.round), "participated_K": self.participated_K.copy()}
         if self.store is None:
             return arrays
-        return {**arrays, **self.store.pack(self._personal, np.flatnonzero(self.participated_K))}
+        return {**arrays, **self.store.state_arrays(np.flatnonzero(self.participated_K))}
 
     def restore(self, arrays: dict[str, Any]) -> None:
         """Take over the state that `state_arrays` returned, from a simulation made in the same way.
@@ -391,7 +389,7 @@ class Simulation:
         self.wait()
         self.participated_K = np.array(arrays["participated_K"])
         if self.store is not None:
-            self._personal = self.store.unpack(arrays, np.flatnonzero(self.participated_K))
+            self.store.restore(arrays, np.flatnonzero(self.participated_K))
         self.server_state = self.engine.put(jax.tree.unflatten(tree, saved), self.engine.replicated)
         self.round, self._done, self._scores = int(arrays["round"]), None, None
 
@@ -412,7 +410,7 @@ class Simulation:
         count_K, sizes = self.data.train.count_K, self.engine.config.sizes
         while True:
             chunk = self.engine.chunk_size(self.slots // self.engine.devices)
-            placed = [by_size(share, count_K, sizes, chunk) if len(sizes) > 1 else share for share in shares]
+            placed = [group_by_size(share, count_K, sizes, chunk) if len(sizes) > 1 else share for share in shares]
             needed = max(map(len, placed))
             if needed * self.engine.devices <= self.slots:
                 return assign_slots(placed, self.slots)

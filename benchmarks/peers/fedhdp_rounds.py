@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-import fedhdp  # before JAX: it makes each core a device
+import fedhdp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import jax
@@ -37,6 +37,7 @@ def whole(work: w.Work) -> Mechanism:
 
 
 def main() -> None:
+    fedhdp.use_cpu_cores()
     asked = w.asked()
     work, data, personal = asked.work, w.data(asked.work), asked.options.get("personal", False)
     train = examples(

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedhdp.data import FederatedData, Source, examples
+from fedhdp.data import ExampleSource, FederatedData, examples
 from fedhdp.datasets.femnist import check_classes
 from fedhdp.datasets.glyphs import GLYPHS, MAX_STROKES, shape_table
 from fedhdp.datasets.splits import Split, check_split, index_in_client
@@ -121,7 +121,7 @@ def make_handwriting(
     count_K = np.full(clients, samples) if sizes is None else np.asarray(sizes)
     test_count_K = np.full(clients, test_samples) if test_sizes is None else np.asarray(test_sizes)
     generate = partial(client_examples, split=split, classes=classes, skewed_clients=skewed_clients, seed=seed)
-    train: Source
+    train: ExampleSource
     if count_K.sum() > MAX_IMAGES_IN_MEMORY:
         train = StreamedHandwriting(count_K.astype(np.int32), generate)
         test_count_K = np.where(np.arange(clients) % -(-clients // TESTED_CLIENTS) == 0, test_count_K, 0)

@@ -1,12 +1,13 @@
-"""How good models are: on the server's test set, on the clients' own examples, and as each client would choose.
+"""How good models are: on the server's test set, on the clients' own examples, and with the pull that each client chooses.
 
-Axis letters: K clients of the population, C slots, R global models, V personal models, T both, N examples, P parameters.
+Axis letters: K clients, C slots, R runs, V mechanisms, T scores of a client (R global models, then V personal ones), N
+examples, P parameters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -17,81 +18,103 @@ from fedhdp.engine.placement import assign_slots, make_slot_table, partition_by_
 from fedhdp.engine.round import Engine
 from fedhdp.models import Array
 
-AT_ONCE = 1024  # clients whose personal models are read from a file for one evaluation
+PersonalStore = ShardedPersonalModels | MemoryMappedPersonalModels
+CHUNK = 1024  # clients whose personal models are read from a file at a time
 
 
 class Evaluation:
-    """A population's test sets on the devices, and what models score on them."""
+    """The test sets of all clients and of the server on the devices.
 
-    def __init__(
-        self,
-        engine: Engine,
-        population: FederatedData,
-        group_K: np.ndarray,
-        store: ShardedPersonalModels | MemoryMappedPersonalModels | None,
-    ):
-        self.engine, self.population, self.group_K, self.store = engine, population, group_K, store
+    Args:
+        engine: The engine that scores models.
+        data: The test sets.
+        group_K: Each client's group.
+    """
+
+    def __init__(self, engine: Engine, data: FederatedData, group_K: np.ndarray):
+        self.engine, self.data, self.group_K = engine, data, group_K
 
     @cached_property
     def _server_test(self) -> tuple[Array, Array]:
-        x_N, y_N = self.population.server_x_N, self.population.server_y_N
-        spare = -len(y_N) % self.engine.devices
-        wrapped = tuple(np.resize(a, (len(a) + spare, *a.shape[1:])) for a in (x_N, y_N))
-        return self.engine.put(wrapped, self.engine.by_client)
+        x_N, y_N = self.data.server_x_N, self.data.server_y_N
+        padding = -len(y_N) % self.engine.devices
+        padded = tuple(np.resize(a, (len(a) + padding, *a.shape[1:])) for a in (x_N, y_N))
+        return self.engine.put(padded, self.engine.by_client)
 
     @cached_property
     def _test(self) -> ShardedExamples:
-        return ShardedExamples(self.engine, self.population.test)
+        return ShardedExamples(self.engine, self.data.test)
 
     @cached_property
     def _validation(self) -> ShardedExamples:
-        assert self.population.validation is not None
-        return ShardedExamples(self.engine, self.population.validation)
+        assert self.data.validation is not None
+        return ShardedExamples(self.engine, self.data.validation)
 
     def on_server(self, theta_RP: Array) -> np.ndarray:
-        """The mean score of each global model; without a test set it is no number."""
-        if len(self.population.server_y_N) == 0:
+        """Each global model's mean score on the server's test set; NaN without a test set."""
+        if len(self.data.server_y_N) == 0:
             return np.full(theta_RP.shape[0], np.nan)
         score_NR = self.engine.fetch(self.engine.scores(theta_RP, *self._server_test))
-        return score_NR[: len(self.population.server_y_N)].mean(axis=0)
+        return score_NR[: len(self.data.server_y_N)].mean(axis=0)
 
-    def on_clients(self, theta_RP: Array, personal: Any, uninitialized_K: np.ndarray) -> np.ndarray:
-        """Each client's mean score on its test examples: by every global model, then by its personal ones if given."""
-        return self._scores(theta_RP, personal, uninitialized_K, self._test, self.population.test)
+    def on_clients(self, theta_RP: Array, participated_K: np.ndarray, store: PersonalStore | None) -> np.ndarray:
+        """Each client's mean scores on its test examples.
 
-    def on_held_out(self, theta_RP: Array, personal: Any, uninitialized_K: np.ndarray) -> np.ndarray:
-        """The same on what clients hold out."""
-        assert self.population.validation is not None
-        return self._scores(theta_RP, personal, uninitialized_K, self._validation, self.population.validation)
+        Args:
+            theta_RP: The global models.
+            participated_K: The clients who have personal models.
+            store: The personal models. None: score the global models only.
+
+        Returns:
+            score_KT: Each client's score of every global model, then of its personal ones. NaN without examples.
+        """
+        return self._scores(theta_RP, participated_K, store, self._test, self.data.test)
+
+    def on_held_out(self, theta_RP: Array, participated_K: np.ndarray, store: PersonalStore | None) -> np.ndarray:
+        """The same on the examples that clients hold out."""
+        assert self.data.validation is not None
+        return self._scores(theta_RP, participated_K, store, self._validation, self.data.validation)
 
     def _scores(
-        self, theta_RP: Array, personal: Any, uninitialized_K: np.ndarray, kept: ShardedExamples, examples: Examples
+        self,
+        theta_RP: Array,
+        participated_K: np.ndarray,
+        store: PersonalStore | None,
+        sharded: ShardedExamples,
+        examples: Examples,
     ) -> np.ndarray:
-        asked, models = np.flatnonzero(examples.count_K), theta_RP.shape[0]
-        models += 0 if personal is None else len(self.engine.run_V)
-        score_KT = np.full((self.population.num_clients, models), np.nan)  # without examples there is no score
-        at_once = AT_ONCE if isinstance(self.store, MemoryMappedPersonalModels) else max(len(asked), 1)
-        for first in range(0, len(asked), at_once):
-            shares = partition_by_owner(self.engine, asked[first : first + at_once])
-            seats = assign_slots(shares, self.engine.padded_cohort_size(max(map(len, shares))))
-            x_N, y_N, start_C = kept.fetch(seats)
-            lent, row_C = None, seats.place_C
-            if self.store is not None and personal is not None:
-                lent, row_C = self.store.checkout(personal, seats)
-            table = make_slot_table(self.engine, seats, self.group_K, start_C, examples.count_K, row_C, uninitialized_K)
-            most = int(examples.count_K.max())
-            score_CT = self.engine.fetch(self.engine.client_scores(most, theta_RP, lent, x_N, y_N, table))
-            score_KT[seats.client_C[seats.is_participating_C]] = score_CT[seats.is_participating_C]
-            if self.store is not None and lent is not None:
-                self.store.release(lent)
+        engine, clients = self.engine, np.flatnonzero(examples.count_K)
+        models = theta_RP.shape[0] + (0 if store is None else len(engine.run_V))
+        score_KT = np.full((self.data.num_clients, models), np.nan)
+        chunk = CHUNK if isinstance(store, MemoryMappedPersonalModels) else max(len(clients), 1)
+        for first in range(0, len(clients), chunk):
+            shares = partition_by_owner(engine, clients[first : first + chunk])
+            layout = assign_slots(shares, engine.padded_cohort_size(max(map(len, shares))))
+            x_N, y_N, start_C = sharded.fetch(layout)
+            personal, row_C = (None, layout.place_C) if store is None else store.checkout(layout)
+            table = make_slot_table(engine, layout, self.group_K, start_C, examples.count_K, row_C, participated_K)
+            max_count = int(examples.count_K.max())
+            score_CT = engine.fetch(engine.client_scores(max_count, theta_RP, personal, x_N, y_N, table))
+            score_KT[layout.client_C[layout.is_participating_C]] = score_CT[layout.is_participating_C]
+            if store is not None and personal is not None:
+                store.release(personal)
         return score_KT
 
 
-def chosen(run_of: list[int], held_out_KV: np.ndarray, score_KV: np.ndarray) -> np.ndarray:
-    """The scores when each client takes, among the pulls of a run, the first that is best on what it held out."""
+def choose_pulls(run_of: Sequence[int], held_out_KV: np.ndarray, score_KV: np.ndarray) -> np.ndarray:
+    """The scores when each client chooses, among the pulls of a run, the first that is best on what it holds out.
+
+    Args:
+        run_of: Each mechanism's run.
+        held_out_KV: The scores on the examples that clients hold out.
+        score_KV: The scores on their test examples.
+
+    Returns:
+        chosen_KV: For each client and mechanism, the score with the pull that the client chooses in the mechanism's run.
+    """
     chosen_KV, run_V = np.empty_like(score_KV), np.array(run_of)
     for run in set(run_of):
-        mine = np.flatnonzero(run_V == run)
-        best_K = mine[np.nan_to_num(held_out_KV[:, mine], nan=-np.inf).argmax(axis=1)]
-        chosen_KV[:, mine] = score_KV[np.arange(len(score_KV)), best_K][:, None]
+        of_run = np.flatnonzero(run_V == run)
+        best_K = of_run[np.nan_to_num(held_out_KV[:, of_run], nan=-np.inf).argmax(axis=1)]
+        chosen_KV[:, of_run] = score_KV[np.arange(len(score_KV)), best_K][:, None]
     return chosen_KV

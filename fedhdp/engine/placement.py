@@ -1,10 +1,8 @@
-"""Who sits where in a round, and where examples are: on the devices, or fetched for a cohort.
+"""Which client is in which slot of which device, so that the clients that are trained together are alike.
 
-Either way the engine sees arrays on its devices and, for each slot, where in them a client's part is. Examples that fit
-stay on the devices from the first round to the last. Others are made or read for the clients of a round alone, so that
-time and memory follow the cohort and not the population.
+A cohort is laid out in slots, as many on each device. Client k's examples and personal models are on device k mod D.
 
-Axis letters: K clients of the population, C slots of a cohort, N examples.
+Axis letters: K clients, C slots of a cohort.
 """
 
 from __future__ import annotations
@@ -14,38 +12,50 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedhdp.data import Source
+from fedhdp.data import ExampleSource
 from fedhdp.engine.round import Engine, SlotTable
 from fedhdp.models import Array
-
-
-class CohortLayout(NamedTuple):
-    """Who sits in which slot; in a spare one client 0 is named and did not come."""
-
-    client_C: np.ndarray
-    is_participating_C: np.ndarray
-    place_C: np.ndarray  # the slot's number on its device
-
 
 EMPTY_SLOT = -1
 
 
+class CohortLayout(NamedTuple):
+    """The client in each slot.
+
+    Attributes:
+        client_C: The client; 0 in an empty slot.
+        is_participating_C: False in an empty slot.
+        place_C: The slot's number on its device.
+    """
+
+    client_C: np.ndarray
+    is_participating_C: np.ndarray
+    place_C: np.ndarray
+
+
 def assign_slots(shares: list[np.ndarray], slots: int) -> CohortLayout:
-    """Each device's share of the clients in its slots, in the order given; a share may name nobody."""
-    each = slots // len(shares)
+    """Assign each device's clients to its slots, in their order.
+
+    Args:
+        shares: The clients of each device; ``EMPTY_SLOT`` leaves a slot empty.
+        slots: The number of slots on all devices.
+    """
+    slots_each = slots // len(shares)
     client_C = np.full(slots, EMPTY_SLOT, np.int32)
-    for device, mine in enumerate(shares):
-        client_C[device * each : device * each + len(mine)] = mine
+    for device, share in enumerate(shares):
+        client_C[device * slots_each : device * slots_each + len(share)] = share
     is_participating_C = client_C != EMPTY_SLOT
-    return CohortLayout(
-        np.where(is_participating_C, client_C, 0), is_participating_C, np.tile(np.arange(each), len(shares))
-    )
+    place_C = np.tile(np.arange(slots_each), len(shares))
+    return CohortLayout(np.where(is_participating_C, client_C, 0), is_participating_C, place_C)
 
 
-def size_classes(source: Source, batch_size: int, several: bool = True) -> tuple[int, ...]:
-    """A few capacities for clients of unequal size, in 1, 2, 3, 4, 6, 8, … batches: a client's is by its own size alone.
+def size_classes(source: ExampleSource, batch_size: int, several: bool = True) -> tuple[int, ...]:
+    """The capacities at which clients train, in 1, 2, 3, 4, 6, 8, … batches; a client's follows from its own size alone.
 
-    Several are worth it where time grows with them, in the span; else what is not there is never looked at.
+    Args:
+        source: The training examples.
+        batch_size: The clients' batch size.
+        several: Whether time grows with the capacity. If not, there is one capacity, as padding costs nothing.
     """
     if source.uniform_size:
         return (int(source.count_K[0]),)
@@ -56,41 +66,62 @@ def size_classes(source: Source, batch_size: int, several: bool = True) -> tuple
     return tuple(step * batch_size for step in steps[: bisect_left(steps, batches) + 1])
 
 
-def by_size(clients: np.ndarray, count_K: np.ndarray, sizes: tuple[int, ...], chunk: int) -> np.ndarray:
-    """The clients so placed that all of a chunk are of one size class: whoever else comes, a client computes the same."""
+def group_by_size(clients: np.ndarray, count_K: np.ndarray, sizes: tuple[int, ...], chunk: int) -> np.ndarray:
+    """Order clients so that all of a chunk are of one size class, the largest first.
+
+    A client's result then does not depend on the sizes of the others.
+
+    Args:
+        clients: The clients of one device.
+        count_K: How many examples each client has.
+        sizes: The size classes.
+        chunk: How many clients train at a time.
+
+    Returns:
+        The clients, with ``EMPTY_SLOT`` where a class ends within a chunk.
+    """
     class_C = np.searchsorted(sizes[:-1], count_K[clients])
-    placed = []
+    parts = []
     for number in reversed(range(len(sizes))):
         of_class = clients[class_C == number]
-        placed += [of_class, np.full(-len(of_class) % chunk, EMPTY_SLOT)]
-    return np.concatenate(placed[:-1]).astype(np.int64)  # the last class may end within its chunk
+        parts += [of_class, np.full(-len(of_class) % chunk, EMPTY_SLOT)]
+    return np.concatenate(parts[:-1]).astype(np.int64)  # the last class may end within its chunk
 
 
 def partition_by_owner(engine: Engine, clients: np.ndarray) -> list[np.ndarray]:
-    """The clients who live on each device."""
+    """The clients on the devices that hold their examples and personal models."""
     return [clients[clients % engine.devices == device] for device in range(engine.devices)]
 
 
 def partition_evenly(engine: Engine, clients: np.ndarray) -> list[np.ndarray]:
-    """As many clients for each device, wherever they live."""
+    """The clients on the devices, as many on each."""
     return [clients[device :: engine.devices] for device in range(engine.devices)]
 
 
 def make_slot_table(
     engine: Engine,
-    seats: CohortLayout,
+    layout: CohortLayout,
     group_K: np.ndarray,
     start_C: np.ndarray,
     count_K: np.ndarray,
     row_C: np.ndarray,
-    uninitialized_K: np.ndarray,
+    participated_K: np.ndarray,
 ) -> Array:
-    """Who is asked, slot by slot, on the devices."""
-    client_C, is_participating_C = seats.client_C, seats.is_participating_C
+    """The slot table of a cohort, on the devices.
+
+    Args:
+        engine: The engine.
+        layout: The client in each slot.
+        group_K: Each client's group.
+        start_C: Where each slot's examples begin on its device.
+        count_K: How many examples each client has.
+        row_C: Where each slot's personal models are on its device.
+        participated_K: The clients who have personal models.
+    """
+    client_C, is_participating_C = layout.client_C, layout.is_participating_C
     count_C = np.where(is_participating_C, count_K[client_C], 0)
-    nowhere_C = len(count_K) + len(client_C) + seats.place_C  # out of bounds, so that nothing is written
-    row_C = np.where(is_participating_C, row_C, nowhere_C)
-    columns = SlotTable(
-        client_C, group_K[client_C], start_C, count_C, row_C, is_participating_C, uninitialized_K[client_C]
-    )
+    out_of_bounds_C = len(count_K) + len(client_C) + layout.place_C  # so that nothing is written
+    row_C = np.where(is_participating_C, row_C, out_of_bounds_C)
+    uninitialized_C = ~participated_K[client_C]
+    columns = SlotTable(client_C, group_K[client_C], start_C, count_C, row_C, is_participating_C, uninitialized_C)
     return engine.put(np.stack([np.asarray(column, np.int32) for column in columns], axis=1), engine.by_client)

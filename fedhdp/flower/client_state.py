@@ -128,22 +128,18 @@ class ClientStateDir(InMemoryState):
         return path.read_text(encoding="utf-8")
 
     def load_personal(self, like: Arrays) -> Arrays | None:
-        """The personal model with the names and shapes of ``like``, if there is one."""
         path = self.path / f"{_kind(like)}.npz"
         return read_arrays(path) if path.exists() else None
 
     def save_personal(self, personal: Arrays) -> None:
-        """Keep the personal model, atomically."""
         with self.locked():
             write_arrays(self.path / f"{_kind(personal)}.npz", personal)
 
     def load_promises(self) -> dict[str, Promise]:
-        """The promises by run."""
         path = self.path / "promises.json"
         return read_value(path, dict[str, Promise]) if path.exists() else {}
 
     def save_promises(self, promises: Mapping[str, Promise]) -> None:
-        """Keep the promises, atomically."""
         write_value(self.path / "promises.json", promises)
 
     @contextmanager

@@ -55,8 +55,8 @@ def _check_model(data: FederatedData, model: Model) -> Any:
     key = jax.random.key(0)
     dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(_shape("init", model.init, key))}
     if not dtypes or not all(dtype.startswith("float") for dtype in dtypes):
-        found = ", ".join(sorted(dtypes)) or "none"
-        raise ModelError(f"the model's parameters must be arrays of floats, got {found}", "parameters", found)
+        names = ", ".join(sorted(dtypes)) or "none"
+        raise ModelError(f"the model's parameters must be arrays of floats, got {names}", "parameters", names)
     outputs = _shape("apply", lambda x_N: model.apply(model.init(key), x_N, key), x_N)
     for field, function in (("loss", model.loss), ("score", model.score)):
         shape = _shape(field, function, outputs, y_N).shape

@@ -46,7 +46,8 @@ def time_flower(clients: int, rounds: int) -> tuple[float, float]:
             "enroll_timeout_seconds": 300.0,
             "app.samples": SAMPLES,
         }
-        fleet.follow(fleet.submit(APP, clients, **run_config))
+        run = fleet.submit(APP, clients, **run_config)
+        fleet.follow(run)
 
         def is_done() -> bool:
             variant = out / "fedhdp"
@@ -54,7 +55,7 @@ def time_flower(clients: int, rounds: int) -> tuple[float, float]:
                 completed_at.setdefault(row.round, time.monotonic())
             return rounds in completed_at
 
-        fleet.wait_until(is_done, 1800, f"{rounds} rounds")
+        fleet.wait_for(run, is_done, 1800)
         return completed_at[1] - started, (completed_at[rounds] - completed_at[1]) / (rounds - 1)
 
 

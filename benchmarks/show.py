@@ -101,7 +101,7 @@ def _bars(ax: Any, told: dict[str, Any]) -> None:
 
 
 def _lines(ax: Any, told: dict[str, Any], along: str, title: str) -> None:
-    for name, style in zip(OURS, ("o-", "s--")):
+    for name, style in zip(OURS, ("o-", "s--"), strict=False):
         points = [point for point in told["sweeps"] if point["along"] == along and name in point]
         points = [point for point in points if point[name]["rounds_per_second"]]
         values = [point["value"] for point in points]

@@ -66,7 +66,7 @@ def main() -> None:
     count_K = population.train.count_K
     grid = np.unique(np.linspace(count_K.min(), count_K.max(), 7).astype(int))
     each = [seconds(alike(int(size)), given.rounds) / COHORT for size in grid]
-    for size, took in zip(grid, each):
+    for size, took in zip(grid, each, strict=True):
         print(f"clients of {size:4d} examples: {1000 * took:.3f} ms a client")
     ideal = COHORT * float(np.mean(np.interp(count_K, grid, each)))
     really = seconds(population, given.rounds)

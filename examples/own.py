@@ -34,7 +34,7 @@ def population(seed):
     def patients(counts):
         """Measurements, and the days that each clinic's own rule gives them: of the shape of the model's outputs."""
         x = rng.normal(size=(counts.sum(), 8)).astype(np.float32)
-        y = np.concatenate([part @ rule for part, rule in zip(np.split(x, np.cumsum(counts)[:-1]), own)])
+        y = np.concatenate([part @ rule for part, rule in zip(np.split(x, np.cumsum(counts)[:-1]), own, strict=True)])
         return x, (y + 0.1 * rng.normal(size=y.shape)).astype(np.float32)
 
     train, test = examples(*patients(counts), counts), examples(*patients(counts // 5), counts // 5)

@@ -95,15 +95,15 @@ def train(population: FederatedData, mechanism: Mechanism, training: LocalTraini
         z_update = [(zi**-2 - (2 * sigma_b) ** -2) ** -0.5 if zi > 0 and adaptive else zi for zi in z]
         r = [g.weight for g in mechanism.groups]
         if mechanism.noise == "shared":
-            sigma = max(ri * zi for ri, zi in zip(r, z_update))
+            sigma = max(ri * zi for ri, zi in zip(r, z_update, strict=True))
         else:
-            sigma = math.sqrt(sum((ri * zi) ** 2 for ri, zi in zip(r, z_update)))
+            sigma = math.sqrt(sum((ri * zi) ** 2 for ri, zi in zip(r, z_update, strict=True)))
         expected = [g.sampling_rate * g.clients for g in mechanism.groups]
         counts = came if mechanism.sampling == "fixed" else expected
         key_update, key_bits = jax.random.split(jax.random.wrap_key_data(stream(noise_seed, NOISE, t)))
         noise = sigma * S * np.asarray(gaussian(key_update, (flat(theta).size,)))
-        denominator = sum(ri * n for ri, n in zip(r, counts))
-        update = (sum(ri * s for ri, s in zip(r, sums)) + noise) / denominator if denominator > 0 else 0.0
+        denominator = sum(ri * n for ri, n in zip(r, counts, strict=True))
+        update = (sum(ri * s for ri, s in zip(r, sums, strict=True)) + noise) / denominator if denominator > 0 else 0.0
         theta = unflat(flat(theta) + update, theta)
         if adaptive:
             noisy = sum(b - 0.5 for b in bits) + sigma_b * float(gaussian(key_bits))

@@ -38,7 +38,9 @@ def test_held_out_examples_of_a_client_do_not_depend_on_others(population):
         y_N = np.concatenate([np.arange(size) for size in sizes])  # each example by its number among its client's
         train = examples(np.zeros((len(y_N), 12), np.uint8), y_N, sizes)
         kept = hold_out(population._replace(train=train), 0.25, seed=3).validation
-        return [kept.y_N[start : start + count].tolist() for start, count in zip(kept.start_K, kept.count_K)][1:]
+        return [
+            kept.y_N[start : start + count].tolist() for start, count in zip(kept.start_K, kept.count_K, strict=True)
+        ][1:]
 
     assert held_out(12) == held_out(7)
     assert held_out(12)[1] != list(range(5))  # they are drawn

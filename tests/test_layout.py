@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import re
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
+
+import fedhdp
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fedhdp"
@@ -61,6 +60,8 @@ def part(file: str) -> str:
 def test_imports_point_down_only():
     wrong = set()
     for file, module in imports():
+        if part(file) == "reproduction" and module.split(".")[1:] and module.split(".")[1] in fedhdp.__all__:
+            continue  # a leaf may use every public name
         if not module.startswith("fedhdp.") or part(file) in ("__init__", "__main__"):
             continue
         target = module.split(".")[1]
@@ -69,6 +70,23 @@ def test_imports_point_down_only():
         if target != "errors" and target not in RULE[part(file)]:
             wrong.add((file, module))
     assert wrong == PENDING
+
+
+def test_reproduction_is_a_leaf():
+    inside = {(file, module) for file, module in imports() if part(file) == "reproduction"}
+    users = {part(file) for file, module in imports() if module.startswith("fedhdp.reproduction")}
+    assert users <= {"cli", "reproduction"}
+    assert not [module for _, module in inside if module.startswith("fedhdp.") and "._" in module]
+    assert not [module for _, module in inside if module.split(".")[:2] in (["fedhdp", "engine"], ["fedhdp", "cli"])]
+    for path in (PACKAGE / "reproduction").rglob("*.py"):
+        names = [alias.name for node in ast.walk(ast.parse(path.read_text())) for alias in imported_names(node)]
+        assert not [name for name in names if name.startswith("_") and name != "__version__"], path
+
+
+def imported_names(node: ast.AST) -> list[ast.alias]:
+    """The names that a statement imports from the package."""
+    is_inside = isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedhdp")
+    return node.names if is_inside else []
 
 
 def test_every_part_has_its_place_among_the_levels():
@@ -92,35 +110,6 @@ def test_a_library_is_imported_in_its_own_place_alone(library, places):
 @pytest.mark.parametrize("name", ["errors", "mechanism", "privacy", "theory", "results"])
 def test_jax_is_nowhere_in_what_must_run_without_it(name):
     assert not [file for file, module in imports() if part(file) == name and module.split(".")[0] == "jax"]
-
-
-def test_the_page_of_results_says_what_the_tables_beside_it_say():
-    kept = [set(table.read_text().splitlines()) for table in (ROOT / "docs" / "results").glob("*/table.md")]
-    starts = ("| global model |", "| personal models |", "| the paper's orderings |")
-    heads = {line for lines in kept for line in lines if line.startswith(starts)}
-    blocks = re.findall(r"^\|.*\|$(?:\n\|.*\|$)+", (ROOT / "docs" / "results.md").read_text(), flags=re.MULTILINE)
-    copied = [block for block in blocks if block.splitlines()[0] in heads]
-    assert len(copied) > 10
-    assert [block for block in copied if not any(lines.issuperset(block.splitlines()) for lines in kept)] == []
-
-
-@pytest.mark.parametrize(
-    ("table", "row", "other", "said"),
-    [
-        ("noniid-mnist-20-seeds", "momentum r=0.01", "poisson r=0.01", "1.2 ±0.4"),
-        ("noniid-mnist-20-seeds", "average r=0.025", "poisson r=0.025", "0.5 ±0.2 (0.025)"),
-        ("noniid-mnist-20-seeds", "pld r=0.01", "poisson r=0.01", "−0.1 ±0.3"),
-        ("levels", "three: FedHDP, shared noise", "three: FedHDP, noise per group", "0.2 ±0.4"),
-    ],
-)
-def test_the_differences_on_the_page_of_results_are_those_of_its_command(table, row, other, said, monkeypatch, capsys):
-    folder = ROOT / "docs" / "results" / table
-    monkeypatch.setattr(sys, "argv", ["differences.py", str(folder), row, other])
-    runpy.run_path(str(ROOT / "examples" / "differences.py"), run_name="__main__")
-    difference, half = re.match(r"([+-][\d.]+) ±([\d.]+)", capsys.readouterr().out).groups()
-    printed = f"{float(difference):.1f} ±{float(half):.1f}".replace("-", "−")
-    assert said.startswith(printed)
-    assert said in (ROOT / "docs" / "results.md").read_text()
 
 
 def commands(command, *words: str):

@@ -55,13 +55,13 @@ def main() -> None:
         fedjax.optimizers.sgd(1.0),
         fedjax.ShuffleRepeatBatchHParams(batch_size=work.batch, num_epochs=work.epochs),
     )
-    state = algorithm.init(dict(zip(("w1", "b1", "w2", "b2"), map(jnp.asarray, w.start(work)))))
+    state = algorithm.init(dict(zip(("w1", "b1", "w2", "b2"), map(jnp.asarray, w.start(work)), strict=True)))
 
     def run_round(number: int) -> None:
         nonlocal state
         cohort = np.random.default_rng([work.seed, number]).choice(work.clients, work.cohort, replace=False)
         keys = jax.random.split(jax.random.PRNGKey(number), work.cohort)
-        clients = [(int(k), Client({"x": x_KM[k], "y": y_KM[k]}), key) for k, key in zip(cohort, keys)]
+        clients = [(int(k), Client({"x": x_KM[k], "y": y_KM[k]}), key) for k, key in zip(cohort, keys, strict=True)]
         state, _ = algorithm.apply(state, clients)
         jax.block_until_ready(state.params)
 

@@ -46,13 +46,13 @@ def train(message: Message, context: Context) -> Message:
     client = int(context.node_config["partition-id"])
     local = list(net.parameters())
     with torch.no_grad():
-        for mine, part in zip(local, message.content["arrays"].to_numpy_ndarrays()):
+        for mine, part in zip(local, message.content["arrays"].to_numpy_ndarrays(), strict=True):
             mine.copy_(torch.from_numpy(part))
     optimizer = torch.optim.SGD(local, lr=work.learning_rate, fused=True)
     loss = torch.nn.CrossEntropyLoss()
     order = torch.randperm(work.samples)
     x, y = x_KM[client][order].float() / 255, y_KM[client][order]
-    batches = list(zip(x.split(work.batch), y.split(work.batch)))
+    batches = list(zip(x.split(work.batch), y.split(work.batch), strict=True))
     steps = 0
     for _ in range(work.epochs):
         for x_B, y_B in batches:
@@ -104,7 +104,7 @@ def main() -> None:
     import flwr
     import ray
 
-    seconds = [after - before for before, after in zip(told["times"], told["times"][1:])][asked.warm_up :]
+    seconds = [after - before for before, after in zip(told["times"], told["times"][1:], strict=False)][asked.warm_up :]
     result = told["result"]
     steps = [metrics["steps"] * work.cohort for metrics in result.train_metrics_clientapp.values()]
     parts = [part.T for part in result.arrays.to_numpy_ndarrays()]

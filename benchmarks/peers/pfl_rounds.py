@@ -69,7 +69,7 @@ def rounds() -> None:
 
     net = Net()
     with torch.no_grad():
-        for mine, part in zip(net.parameters(), w.start(work)):
+        for mine, part in zip(net.parameters(), w.start(work), strict=True):
             mine.copy_(torch.from_numpy(part.T))
     model = PyTorchModel(
         net, partial(torch.optim.SGD, fused=True), central_optimizer=torch.optim.SGD(net.parameters(), lr=1.0)

@@ -31,7 +31,7 @@ def main() -> None:
         optimizer = torch.optim.SGD(local, lr=work.learning_rate, fused=True)
         order = torch.randperm(work.samples)
         x, y = x_KM[client][order].float() / 255, y_KM[client][order]
-        batches = list(zip(x.split(work.batch), y.split(work.batch)))
+        batches = list(zip(x.split(work.batch), y.split(work.batch), strict=True))
         for _ in range(work.epochs):
             for x_B, y_B in batches:
                 optimizer.zero_grad()
@@ -44,16 +44,16 @@ def main() -> None:
         total = [torch.zeros_like(part) for part in theta]
         for client in cohort:
             with torch.no_grad():
-                for mine, part in zip(local, theta):
+                for mine, part in zip(local, theta, strict=True):
                     mine.copy_(part)
             train(int(client))
             with torch.no_grad():
-                update = [mine - part for mine, part in zip(local, theta)]
+                update = [mine - part for mine, part in zip(local, theta, strict=True)]
                 norm = torch.sqrt(sum(part.square().sum() for part in update))
                 scale = torch.clamp(work.clip / norm, max=1.0)
-                for sum_, part in zip(total, update):
+                for sum_, part in zip(total, update, strict=True):
                     sum_ += scale * part
-        for part, sum_ in zip(theta, total):
+        for part, sum_ in zip(theta, total, strict=True):
             part += (sum_ + work.clip * work.noise_multiplier * torch.randn_like(part)) / work.cohort
 
     seconds = w.time_rounds(asked, run_round)

@@ -163,25 +163,25 @@ class Fleet:
         answer = json.loads(self.flwr("list", "local", "--run-id", run, "--format", "json"))
         return answer["runs"][0]["status"]
 
-    def wait_for(self, run: str, file: Path, seconds: float) -> None:
-        """Wait until a run has written its last file.
+    def wait_for(self, run: str, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait until a condition holds, which a run that works will bring about.
 
         Raises:
-            RuntimeError: If the run finishes without it.
+            RuntimeError: If the run finishes and the condition does not hold.
             TimeoutError: If it takes longer.
         """
         next_status = time.monotonic() + 15
 
-        def is_written() -> bool:
+        def is_done() -> bool:
             nonlocal next_status
-            if not file.exists() and time.monotonic() > next_status:
+            if not condition() and time.monotonic() > next_status:
                 next_status = time.monotonic() + 15
                 status = self.status(run)
-                if status.startswith("finished") and not file.exists():
-                    raise RuntimeError(f"run {run} is {status}; see {self.log('superlink')}")
-            return file.exists()
+                if status.startswith("finished") and not condition():
+                    raise RuntimeError(f"run {run} is {status}:\n{self.log(f'run {run}').read_text()}")
+            return condition()
 
-        self.wait_until(is_written, seconds, f"run {run}")
+        self.wait_until(is_done, seconds, f"run {run}")
 
     def wait_until(self, condition: Callable[[], object], seconds: float, description: str) -> None:
         """Wait until a condition holds.
@@ -254,7 +254,7 @@ def show_progress(fleet: Fleet, run: str, out: Path) -> None:
                     print(line.split(":", 1)[-1].strip(), flush=True)
             return (out / "summary.json").exists()
 
-        fleet.wait_until(is_done, 240, f"run {run}")
+        fleet.wait_for(run, is_done, 240)
 
 
 def print_results(out: Path, ledger: Path) -> None:

@@ -1,6 +1,7 @@
 """The command line: parse, call one function, print. Results go to standard output, everything else to standard error.
 
-One module for each command or family of commands; each is imported when it is asked for, or is quick to import.
+Each command or family of commands has a module. The modules import NumPy, JAX and the rest of fedhdp inside functions, so
+that the help starts fast.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import typer
 
 import fedhdp
 from fedhdp.cli import account, data, ledger, plan, reproduce, run, theory
+
+MAX_VALUE_LENGTH = 200  # of a value in an error's line
 
 app = typer.Typer(
     name="fedhdp",
@@ -37,10 +40,10 @@ app.add_typer(theory.app, name="theory")
 
 
 def main() -> None:
-    """Run the command line; what a user did wrong is said in one line."""
+    """Run the command line; an error that a user can mend is one line, with exit code 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that has no ε still gets its table
+            stream.reconfigure(errors="replace")  # a terminal without ε still shows the table
     try:
         sys.exit(app(standalone_mode=False))
     except click.exceptions.NoArgsIsHelpError:  # the help has been printed
@@ -48,29 +51,36 @@ def main() -> None:
     except click.Abort:
         sys.exit(130)
     except click.ClickException as error:
-        said = error.format_message()
+        message = error.format_message()
     except (ValueError, OSError) as error:
-        said = str(error)
-    print(f"fedhdp: {said}".replace("\n", " "), file=sys.stderr)
+        message = _cut_value(error)
+    print(f"fedhdp: {message}".replace("\n", " "), file=sys.stderr)
     sys.exit(2)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _cut_value(error: Exception) -> str:
+    """An error's message, in which a long value is cut."""
+    value = repr(getattr(error, "value", None))
+    short = value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]}…"
+    return str(error).replace(value, short)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
         print(f"fedhdp {fedhdp.__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def _top(
+def _global_options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
     data_directory: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Where real data is kept; default what FEDHDP_DATA says, or fedhdp in the user's cache.",
+            help="Directory of real data; default FEDHDP_DATA, or fedhdp in the user's cache.",
             file_okay=False,
         ),
     ] = None,

@@ -5,68 +5,89 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-import msgspec
 from rich import box
 from rich.console import Console
-from rich.table import Table
-
-from fedhdp.privacy.accounting import format_epsilon
+from rich.table import Column, Table
 
 
-def print_json(answer: object) -> None:
-    """One JSON document and nothing else; what is infinite is null."""
-    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(answer), indent=2) + b"\n")
+def print_json(value: object) -> None:
+    """Print a value as one JSON document; an infinite number is the string "inf"."""
+    from fedhdp.results.store import encode_json
+
+    sys.stdout.buffer.write(encode_json(value))
     sys.stdout.buffer.flush()
 
 
-def console() -> Console:
-    """Where people read; wide where no terminal says how wide it is."""
-    width = None if sys.stdout.isatty() else 100
-    return Console(width=width, highlight=False, markup=False, emoji=False)  # names are shown as they are
+def console(width: int = 100) -> Console:
+    """Standard output for people, of this width where it is no terminal."""
+    terminal = sys.stdout.isatty()
+    return Console(width=None if terminal else width, highlight=False, markup=False, emoji=False)
 
 
-def in_short(epsilon: float | None, otherwise: str = "–") -> str:
-    """An epsilon for a table, or the noise that keeps one: never rounded down."""
+def error_console() -> Console:
+    """Standard error for people, where everything goes that is no result."""
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def epsilon_text(epsilon: float | None, otherwise: str = "–") -> str:
+    """An epsilon, or a noise multiplier that keeps one, as a cell of a table: never rounded down."""
+    from fedhdp.privacy.accounting import format_epsilon
+
     return otherwise if epsilon is None else format_epsilon(epsilon)
 
 
-def on_delta(delta: float, clients: int) -> list[str]:
-    """What is to be said of a delta that leaves room to give somebody's data away: nothing, where it does not."""
+def delta_warnings(delta: float, clients: int) -> list[str]:
+    """A warning about a delta that permits publishing a client's data; none where it is small enough."""
     if delta * clients < 1:
         return []
     return [
-        f"delta {delta:g} with {clients:,} clients: one who is drawn at random could be shown whole within it; "
+        f"delta {delta:g} with {clients:,} clients permits publishing the data of a random client; "
         f"take one far below {1 / clients:.1g}"
     ]
 
 
-def table(texts: Iterable[str], numbers: Iterable[str]) -> Table:
-    """An empty table: columns of words, which may fold, then columns of numbers, which may not."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+def new_table(texts: Iterable[str], numbers: Iterable[str]) -> Table:
+    """An empty table: columns of text, which may fold, then columns of numbers, which may not."""
+    empty = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for name in texts:
-        shown.add_column(name, overflow="fold")
+        empty.add_column(name, overflow="fold")
     for name in numbers:
-        shown.add_column(name, justify="right", no_wrap=True)
-    return shown
+        empty.add_column(name, justify="right", no_wrap=True)
+    return empty
 
 
-def print_table(out: Console, shown: Table) -> None:
-    """A table, in as many pieces as a narrow terminal needs, each with the columns of words."""
-    texts = [column for column in shown.columns if column.justify == "left"]
-    numbers = [column for column in shown.columns if column.justify != "left"]
-    wide = {id(column): max(_wide(cell) for cell in (column.header, *column.cells)) + 2 for column in shown.columns}
-    names = min(sum(wide[id(column)] for column in texts), out.width // 2)
-    pieces: list[list] = [[]]
+def print_table(console: Console, table: Table) -> None:
+    """Print a table in as many pieces as the console's width requires.
+
+    Args:
+        console: Where to print.
+        table: A table from `new_table`. Each piece repeats its columns of text, which may fold to half of the width, and has
+            as many columns of numbers as fit.
+    """
+    texts = [column for column in table.columns if column.justify == "left"]
+    numbers = [column for column in table.columns if column.justify != "left"]
+    text_width = min(sum(map(_width, texts)), console.width // 2)
+    pieces: list[list[Column]] = [[]]
     for column in numbers:
-        if pieces[-1] and names + sum(wide[id(one)] for one in (*pieces[-1], column)) > out.width:
+        if pieces[-1] and text_width + sum(map(_width, [*pieces[-1], column])) > console.width:
             pieces.append([])
         pieces[-1].append(column)
     for piece in pieces:
-        made = table((str(column.header) for column in texts), (str(column.header) for column in piece))
-        for row, *cells in zip(shown.rows, *(column.cells for column in (*texts, *piece)), strict=True):
-            made.add_row(*cells, end_section=row.end_section)
-        out.print(made)
+        console.print(_piece(table, texts, piece))
 
 
-def _wide(cell: object) -> int:
-    return max(map(len, str(cell).split("\n")))
+def table_width(table: Table) -> int:
+    """The width that a table takes in one piece."""
+    return sum(map(_width, table.columns))
+
+
+def _width(column: Column) -> int:
+    lines = [line for cell in (column.header, *column.cells) for line in str(cell).split("\n")]
+    return max(map(len, lines)) + 2
+
+
+def _piece(table: Table, texts: list[Column], numbers: list[Column]) -> Table:
+    piece = new_table([str(column.header) for column in texts], [str(column.header) for column in numbers])
+    for row, *cells in zip(table.rows, *(column.cells for column in (*texts, *numbers)), strict=True):
+        piece.add_row(*cells, style=row.style, end_section=row.end_section)
+    return piece

@@ -1,4 +1,10 @@
-"""How a run shows itself: a live line in a terminal, a plain line now and then elsewhere; always on standard error."""
+"""Progress on standard error: bars in a terminal, a plain line every ten seconds elsewhere.
+
+``ProgressDisplay`` shows a run's rounds and stops the run after Ctrl-C. ``CountDisplay`` shows bytes or items:
+
+    with CountDisplay() as display:
+        display.update("downloading femnist.zip", completed=10_000, total=20_000)
+"""
 
 from __future__ import annotations
 
@@ -7,104 +13,179 @@ import os
 import signal
 import time
 from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from fedhdp.experiments.runner import Progress
-from fedhdp.privacy.accounting import format_epsilon, pluralize
+from fedhdp.cli._output import error_console
 
-PLAIN_SECONDS = 10.0
-NOTE_SECONDS = 0.5  # in a terminal: how old a note may be, since epsilons take time to compute
+if TYPE_CHECKING:
+    from fedhdp.experiments.batch import Progress
+
+LINE_SECONDS = 10.0  # between plain lines
+NOTE_SECONDS = 0.5  # between notes in a terminal, since epsilons take time to compute
 
 
-class ProgressDisplay:
-    """Shows progress, and turns the first Ctrl-C into a wish to stop after the round; ``again`` says how to go on."""
+class _Display:
+    """A bar for each task in a terminal; elsewhere lines, of which one is due every ten seconds."""
 
-    def __init__(self, console: Console, again: str = ""):
-        self.console, self.stop, self.again = console, False, again
-        self.live = console.is_terminal
-        self.bars = Bars(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=self._bar()),
+    def __init__(self, console: Console, *columns: ProgressColumn):
+        self.console = console
+        self._bars = Bars(TextColumn("{task.description}", markup=False), *columns, console=console)
+        self._tasks: dict[str | int, TaskID] = {}
+        self._last_line = time.monotonic()
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._bars.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.console.is_terminal:
+            self._bars.stop()
+
+    def _update_bar(self, key: str | int, description: str, completed: int, total: int | None, **fields: Any) -> None:
+        if key not in self._tasks:
+            self._tasks[key] = self._bars.add_task(description, total=total, **fields)
+        self._bars.update(self._tasks[key], description=description, completed=completed, total=total, **fields)
+
+    def _line_due(self) -> bool:
+        return time.monotonic() - self._last_line > LINE_SECONDS
+
+    def _print_line(self, line: str) -> None:
+        self._last_line = time.monotonic()
+        self.console.print(line, soft_wrap=True)
+
+
+class CountDisplay(_Display):
+    """The progress of downloads and conversions."""
+
+    def __init__(self) -> None:
+        percent = TextColumn("{task.percentage:>3.0f}%")
+        super().__init__(error_console(), BarColumn(bar_width=24), percent, TimeRemainingColumn(compact=True))
+
+    def update(self, description: str, completed: int, total: int) -> None:
+        """Show how much of a task is completed.
+
+        Args:
+            description: The task; each has a bar.
+            completed: Bytes or items.
+            total: All of them; 0 if unknown.
+        """
+        if self.console.is_terminal:
+            self._update_bar(description, description, completed, total or None)
+        elif self._line_due():
+            self._print_line(f"{description}: {f'{100 * completed / total:.0f}%' if total else f'{completed:,}'}")
+
+
+class ProgressDisplay(_Display):
+    """The progress of a run. The first Ctrl-C makes it stop after the round, the second ends the process.
+
+    Args:
+        console: Standard error.
+        resume_command: The command that continues the run, for the message after Ctrl-C.
+    """
+
+    def __init__(self, console: Console, resume_command: str = ""):
+        self._bar_width = 24 if console.width >= 110 else 8
+        super().__init__(
+            console,
+            BarColumn(bar_width=self._bar_width),
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(compact=True),
             TextColumn("{task.fields[note]}", markup=False),
-            console=console,
         )
-        self.tasks: dict[int, TaskID] = {}  # by the number of the first variant
-        self.said = self.begun = time.monotonic()
-        self.first_round = 0
-        self.note, self.noted = "", -math.inf
+        self.resume_command = resume_command
+        self.stop = False
+        self._number = 0  # of the variant that is running
+        self._first_round, self._start = 0, time.monotonic()  # the first round compiles, so the rate is from there
+        self._note, self._note_time = "", -math.inf
 
-    def __enter__(self) -> ProgressDisplay:
-        self.before = signal.signal(signal.SIGINT, self._interrupted)
-        if self.live:
-            self.bars.start()
-        return self
+    def __enter__(self) -> Self:
+        self._previous_handler = signal.signal(signal.SIGINT, self._interrupt)
+        return super().__enter__()
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.live:
-            self.bars.stop()
-        signal.signal(signal.SIGINT, self.before)
+        super().__exit__(kind, error, trace)
+        signal.signal(signal.SIGINT, self._previous_handler)
 
-    def _interrupted(self, number: int, frame: FrameType | None) -> None:
-        if self.stop:  # at once: an exception would be raised in the middle of what threads compute
-            if self.live:
-                self.bars.stop()
-            go_on = f"; to go on: {self.again}" if self.again else ""
-            os.write(2, f"stopped at once{go_on}\n".encode())  # the console may be in the middle of another line
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.stop:  # exit without an exception, which could be raised amid the threads of a computation
+            if self.console.is_terminal:
+                self._bars.stop()
+            hint = f"; to resume: {self.resume_command}" if self.resume_command else ""
+            os.write(2, f"stopped at once{hint}\n".encode())  # the console may be amid another line
             os._exit(130)
         self.stop = True
-        self.console.print("stopping after this round; once more stops at once", style="yellow")
-
-    def _bar(self) -> int:
-        return 24 if self.console.width >= 110 else 8
-
-    def _fitting(self, progress: Progress) -> str:
-        """As much of the note as the line has room for: what comes before it matters more."""
-        before = len(progress.variant) + self._bar() + 2 * len(str(progress.rounds)) + len(" 999.9 rounds/s 00:00 ") + 3
-        room = self.console.width - before
-        return self.note if len(self.note) <= room else f"{self.note[: room - 1]}…" if room > 10 else ""
+        self.console.print("stopping after this round; Ctrl-C again stops at once", style="yellow")
 
     def watch(self, progress: Progress) -> bool:
-        """Show where the run stands; False once it was asked to stop."""
-        if progress.number not in self.tasks:
-            task = self.bars.add_task(progress.variant, total=progress.rounds, rate="", note="")
-            self.tasks[progress.number] = task
-            self.first_round, self.noted = 0, -math.inf
-        if not self.first_round:  # the first round compiles: it is not counted
-            self.begun, self.first_round = time.monotonic(), progress.round
-        rate = (progress.round - self.first_round) / max(time.monotonic() - self.begun, 1e-9)
-        speed = (
-            f"{rate:.1f} rounds/s" if progress.round > self.first_round else "preparing" if not progress.round else ""
-        )
-        now, ended = time.monotonic(), progress.round == progress.rounds
-        if self.live:
-            if ended or now - self.noted > NOTE_SECONDS:
-                self.note, self.noted = _note(progress), now
-            task = self.tasks[progress.number]
-            self.bars.update(
-                task, description=progress.variant, completed=progress.round, rate=speed, note=self._fitting(progress)
-            )
-        elif progress.round and (ended or now - self.said > PLAIN_SECONDS):
-            self.said = now
-            left = f"{(progress.rounds - progress.round) / rate:.0f} s left" if rate > 0 and not ended else ""
-            place = (
-                f"[{progress.number}/{progress.variants}] {progress.variant}: round {progress.round}/{progress.rounds}"
-            )
-            words = [place, speed, left, _note(progress)]
-            self.console.print(", ".join(word for word in words if word), highlight=False, markup=False, soft_wrap=True)
+        """Show the progress of a run.
+
+        Args:
+            progress: The variant and its rounds.
+
+        Returns:
+            Whether the run goes on: False after Ctrl-C.
+        """
+        if progress.number != self._number:
+            self._number, self._first_round, self._note_time = progress.number, 0, -math.inf
+        if not self._first_round:
+            self._start, self._first_round = time.monotonic(), progress.round
+        ended = progress.round == progress.rounds
+        if self.console.is_terminal:
+            self._show_bar(progress, ended)
+        elif progress.round and (ended or self._line_due()):
+            self._show_line(progress, ended)
         return not self.stop
+
+    def _rate(self, progress: Progress) -> float:
+        """Rounds in a second."""
+        return (progress.round - self._first_round) / max(time.monotonic() - self._start, 1e-9)
+
+    def _show_bar(self, progress: Progress, ended: bool) -> None:
+        if ended or time.monotonic() - self._note_time > NOTE_SECONDS:
+            self._note, self._note_time = _note(progress), time.monotonic()
+        rate = _rate_text(self._rate(progress)) if progress.round else "preparing"
+        note = self._cut_note(progress)
+        self._update_bar(progress.number, progress.variant, progress.round, progress.rounds, rate=rate, note=note)
+
+    def _show_line(self, progress: Progress, ended: bool) -> None:
+        rate = self._rate(progress)
+        left = f"{(progress.rounds - progress.round) / rate:.0f} s left" if rate > 0 and not ended else ""
+        place = f"[{progress.number}/{progress.variants}] {progress.variant}: round {progress.round}/{progress.rounds}"
+        parts = [place, _rate_text(rate), left, _note(progress)]
+        self._print_line(", ".join(part for part in parts if part))
+
+    def _cut_note(self, progress: Progress) -> str:
+        """As much of the note as fits behind the other columns."""
+        other_columns = len(progress.variant) + self._bar_width + 2 * len(str(progress.rounds))
+        room = self.console.width - other_columns - len(" 999.9 rounds/s 00:00 ") - 3
+        if len(self._note) <= room:
+            return self._note
+        return f"{self._note[: room - 1]}…" if room > 10 else ""
+
+
+def _rate_text(rate: float) -> str:
+    return f"{rate:.1f} rounds/s" if rate > 0 else ""
 
 
 def _note(progress: Progress) -> str:
-    seen = sorted({f"{100 * accuracy:.1f}" for accuracy in progress.accuracies}, key=float)
-    parts = [f"accuracy {'–'.join(dict.fromkeys((seen[0], seen[-1])))}%"] if seen else []
+    """Accuracies, epsilons and the rounds that budgets allow; ranges where several variants run together."""
+    from fedhdp.privacy.accounting import format_epsilon, pluralize
+
+    accuracies = sorted({f"{100 * accuracy:.1f}" for accuracy in progress.accuracies}, key=float)
+    parts = [f"accuracy {_range([accuracies[0], accuracies[-1]])}%"] if accuracies else []
     for name, ends in progress.epsilon().items():
-        told = dict.fromkeys(format_epsilon(epsilon, 2) for epsilon in ends)
-        parts.append(f"ε {name} {'–'.join(told)}")
-    parts += [f"{name} has {pluralize(int(left))} left" for name, left in progress.left().items() if left < math.inf]
+        parts.append(f"ε {name} {_range([format_epsilon(epsilon, 2) for epsilon in ends])}")
+    for name, rounds in progress.rounds_left().items():
+        if rounds < math.inf:
+            parts.append(f"{name} has {pluralize(int(rounds))} left")
     return ", ".join(parts)
+
+
+def _range(ends: list[str]) -> str:
+    return "–".join(dict.fromkeys(ends))

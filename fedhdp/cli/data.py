@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
 
 from fedhdp.cli._output import console, print_json
 
@@ -19,7 +14,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(suggest_commands=False, help="List datasets and where they come from; import or download them.")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-PLAIN_SECONDS = 5.0
 
 
 @app.callback(invoke_without_command=True)
@@ -57,9 +51,10 @@ def import_data(
 
     Example: `fedhdp data import ~/Downloads/mnist`
     """
+    from fedhdp.cli._progress import CountDisplay
     from fedhdp.datasets.importers.files import import_files
 
-    with StepProgress() as progress:
+    with CountDisplay() as progress:
         report = import_files(paths, progress.update)
     for reason in report.skipped:
         progress.console.print(f"skipped: {reason}", style="yellow", soft_wrap=True)
@@ -77,10 +72,11 @@ def download(
 
     Example: `fedhdp data download mnist`
     """
+    from fedhdp.cli._progress import CountDisplay
     from fedhdp.datasets.catalog import dataset_info
     from fedhdp.datasets.importers.download import download
 
-    with StepProgress() as progress:
+    with CountDisplay() as progress:
         download(dataset_info(name), progress.update, sha256 and sha256.lower())
     _print_imported([name])
 
@@ -110,34 +106,3 @@ def _print_imported(names: list[str]) -> None:
     console().print(f"imported {', '.join(names)} into {data_directory()}", soft_wrap=True)
     for name in names:
         console().print(f"{name}: {dataset_status(name).summary}", soft_wrap=True)
-
-
-class StepProgress:
-    """Shows the progress of steps on standard error: bars in a terminal, an occasional line elsewhere."""
-
-    def __init__(self) -> None:
-        self.console = Console(stderr=True, highlight=False, markup=False)
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24))
-        percent = TextColumn("{task.percentage:>3.0f}%")
-        self.bars = Bars(*columns, percent, TimeRemainingColumn(compact=True), console=self.console)
-        self.tasks: dict[str, Any] = {}
-        self.printed = time.monotonic()
-
-    def __enter__(self) -> StepProgress:
-        if self.console.is_terminal:
-            self.bars.start()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.console.is_terminal:
-            self.bars.stop()
-
-    def update(self, step: str, done: int, total: int) -> None:
-        """Show how much of a step is done; a total of 0 is unknown."""
-        if step not in self.tasks:
-            self.tasks[step] = self.bars.add_task(step, total=total or None)
-        self.bars.update(self.tasks[step], completed=done, total=total or None)
-        if not self.console.is_terminal and time.monotonic() - self.printed > PLAIN_SECONDS:
-            self.printed = time.monotonic()
-            state = f"{100 * done / total:.0f}%" if total else f"{done:,}"
-            self.console.print(f"{step}: {state}", soft_wrap=True)

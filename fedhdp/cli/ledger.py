@@ -1,139 +1,122 @@
-"""`fedhdp ledger`: what a population has spent over all its runs, and what it was promised."""
+"""`fedhdp ledger`: the epsilon of each group over all runs of a population, and the budgets promised to groups."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedhdp.cli._output import console, in_short, print_json, print_table, table
+from fedhdp.cli._output import console, epsilon_text, new_table, print_json, print_table
+from fedhdp.privacy.accounting import pluralize
 
 if TYPE_CHECKING:
-    from fedhdp.mechanism import Mechanism
-    from fedhdp.privacy.ledger import Ledger
+    from rich.console import Console
+
+    from fedhdp.privacy.ledger import Run
+    from fedhdp.privacy.reports import GroupStanding
 
 app = typer.Typer(
     no_args_is_help=True,
     suggest_commands=False,
-    help="See what a population has spent over all runs; promise it budgets.",
+    help="Show each group's epsilon over all runs of a population; promise budgets.",
 )
-File = Annotated[Path, typer.Argument(metavar="FILE", help="The ledger, one for a population.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="The ledger of the population.")]
 
 
 @app.command()
 def show(
     file: File,
-    delta: Annotated[float, typer.Option(help="The delta for groups without a budget, which has its own.")] = 1e-4,
+    delta: Annotated[float, typer.Option(help="The delta for groups without a budget; a budget has its own.")] = 1e-4,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Show each group's budget, what it has spent over all runs, and how many rounds are left.
+    """Show each group's budget, its epsilon over all runs, and how many rounds are left.
 
     Example: `fedhdp ledger show population.ledger`
     """
     from fedhdp.privacy.ledger import Ledger
+    from fedhdp.privacy.reports import group_standing
 
     with Ledger(file, read_only=True) as ledger:
-        answer = {"ledger": str(file), "groups": [standing_of(ledger, name, delta) for name in ledger.groups()]}
-        answer["runs"] = [
-            {"run": run.name, "started": run.started, "rounds_charged": run.charged} for run in ledger.runs()
-        ]
-    print_json(answer) if json else _print(answer)
+        groups = [group_standing(ledger, name, delta) for name in ledger.groups()]
+        runs = ledger.runs()
+    if json:
+        records = [{"run": run.name, "started": run.started, "rounds_charged": run.charged} for run in runs]
+        print_json({"ledger": str(file), "groups": groups, "runs": records})
+        return
+    out = console()
+    out.print(f"{file}: epsilon of each group over all runs")
+    _print_groups(out, groups)
+    if runs:
+        out.print()
+        _print_runs(out, runs)
 
 
 @app.command()
 def promise(
     file: File,
     group: Annotated[str, typer.Argument(metavar="GROUP", help="The group's name in its runs.")],
-    epsilon: Annotated[float, typer.Option(help="What it may spend in its life.")],
-    delta: Annotated[float, typer.Option(help="And with which delta.")],
+    epsilon: Annotated[float, typer.Option(help="The epsilon that it may reach over all runs.")],
+    delta: Annotated[float, typer.Option(help="The delta of that epsilon.")],
 ) -> None:
-    """Promise a group a budget for its life, before its first run or later. It can be lowered, never raised.
+    """Promise a group a budget over all runs, before its first run or later. It can be lowered, never raised.
 
     Example: `fedhdp ledger promise population.ledger strict --epsilon 2 --delta 1e-4`
     """
-    from fedhdp.privacy.ledger import Ledger
+    from fedhdp.privacy.ledger import Budget, Ledger
+    from fedhdp.privacy.reports import group_standing
 
-    new = not file.exists()
+    is_new = not file.exists()
     with Ledger(file) as ledger:
         ledger.promise(group, epsilon, delta)
-        standing = standing_of(ledger, group, delta)
-    waits = "" if standing["clients"] else " It has not been in a run yet; the budget waits for it."
-    if (standing["epsilon"] or 0.0) > epsilon:
-        waits = " That is more than the promise: what is spent cannot be unspent, and no further round will be run."
-    if new:
+        standing = group_standing(ledger, group, delta)
+    note = "" if standing.clients else " It has not been in a run yet; the budget holds from its first round."
+    if (standing.epsilon or 0.0) > epsilon:
+        note = " The budget is exceeded already, so no further round can be charged."
+    if is_new:
         console().print(f"{file}: a new ledger")
     console().print(
-        f"{group}: epsilon {epsilon:g} at delta {delta:g}, of which {in_short(standing['epsilon'])} is spent.{waits}"
+        f"{group}: the budget is {Budget(epsilon, delta)}; over all runs epsilon is {epsilon_text(standing.epsilon)}.{note}"
     )
 
 
-def standing_of(ledger: Ledger, name: str, delta: float) -> dict[str, Any]:
-    """What a group has spent and has left, with what that rests on."""
-    from fedhdp.privacy.accounting import ADJACENCY, compose, privacy_costs, rounds_left
-
-    spent, budget, clients = ledger.costs(name), ledger.budget(name), ledger.clients(name)
-    delta = budget.delta if budget else delta
-    samplings = sorted({sampling for _, _, sampling, _ in spent})
-    composable = len(samplings) <= 1
-    last = next((run.mechanism for run in reversed(ledger.runs()) if _has(run.mechanism, name)), None)
-    left = None
-    if budget and last and samplings in ([], [last.sampling]):
-        left = rounds_left(spent, privacy_costs(last)[name], budget)
-    epsilon = compose(spent, delta) if composable else None
-    return {
-        "group": name,
-        "clients": len(clients),
-        "first_client": clients.start if clients else None,
-        "budget": budget and {"epsilon": budget.epsilon, "delta": budget.delta},
-        "epsilon": epsilon,
-        "epsilon_pld": compose(spent, delta, "pld") if samplings in ([], ["poisson"]) else None,
-        "opted_out": epsilon == math.inf,
-        "delta": delta,
-        "rounds_left": left,
-        "adjacency": ADJACENCY[samplings[0]] if len(samplings) == 1 else None,
-        "spent": [dict(zip(("noise_multiplier", "sampling_rate", "sampling", "rounds"), one)) for one in spent],
-        "note": "" if composable else "Poisson and fixed cohorts were mixed: their prices do not compose",
-    }
-
-
-def _has(mechanism: Mechanism, name: str) -> bool:
-    return any(group.name == name for group in mechanism.groups)
-
-
-def _print(answer: dict[str, Any]) -> None:
-    out = console()
-    out.print(f"{answer['ledger']}: what each group has spent over all runs")
-    groups = table(("group",), ("clients", "budget", "delta", "ε RDP", "ε PLD", "rounds", "left"))
-    for group in answer["groups"]:
-        groups.add_row(
-            group["group"],
-            f"{group['clients']:,}" if group["clients"] else "none yet",
-            in_short(group["budget"] and group["budget"]["epsilon"], "none"),
-            f"{group['delta']:g}",
-            in_short(group["epsilon"]),
-            in_short(group["epsilon_pld"]),
-            f"{sum(one['rounds'] for one in group['spent']):,}",
-            "–"
-            if group["rounds_left"] is None
-            else "∞"
-            if group["rounds_left"] == math.inf
-            else str(group["rounds_left"]),
+def _print_groups(out: Console, groups: list[GroupStanding]) -> None:
+    rows = new_table(("group",), ("clients", "budget", "delta", "ε RDP", "ε PLD", "rounds", "left"))
+    for group in groups:
+        rows.add_row(
+            group.group,
+            f"{group.clients:,}" if group.clients else "none yet",
+            epsilon_text(group.budget.epsilon if group.budget else None, "none"),
+            f"{group.delta:g}",
+            epsilon_text(group.epsilon),
+            epsilon_text(group.epsilon_pld),
+            f"{sum(charge['rounds'] for charge in group.charges):,}",
+            _format_rounds_left(group.rounds_left),
         )
-    print_table(out, groups)
-    out.print("Budgets are kept by RDP; left: rounds of the group's last run that its budget still allows\n")
-    for group in answer["groups"]:
-        parts = []
-        for one in group["spent"]:
-            rounds = "1 round" if one["rounds"] == 1 else f"{one['rounds']:,} rounds"
-            at = f"z {one['noise_multiplier']:.4g}, q {one['sampling_rate']:g} ({one['sampling']})"
-            parts.append(f"{rounds} at {at}" if one["sampling_rate"] > 0 else f"left out of {rounds}")
-        rests = "; ".join([*parts, *filter(None, [group["adjacency"], group["note"]])]) or "nothing yet"
-        out.print(f"{group['group']}: {rests}")
-    runs = table(("run", "started"), ("rounds charged",))
-    for run in answer["runs"]:
-        runs.add_row(run["run"], run["started"], f"{run['rounds_charged']:,}")
-    if answer["runs"]:
-        out.print()
-        print_table(out, runs)
+    print_table(out, rows)
+    out.print("Budgets are kept by RDP; left: rounds like those of the group's last run that its budget still allows\n")
+    for group in groups:
+        out.print(f"{group.group}: {_format_charges(group)}")
+
+
+def _format_rounds_left(rounds: float | None) -> str:
+    if rounds is None:
+        return "–"
+    return "∞" if rounds == math.inf else str(rounds)
+
+
+def _format_charges(group: GroupStanding) -> str:
+    parts = []
+    for charge in group.charges:
+        basis = f"z {charge['noise_multiplier']:.4g}, q {charge['sampling_rate']:g} ({charge['sampling']})"
+        rounds = pluralize(charge["rounds"])
+        parts.append(f"{rounds} at {basis}" if charge["sampling_rate"] > 0 else f"{rounds} without the group")
+    return "; ".join([*parts, *filter(None, [group.adjacency, group.note])]) or "no rounds yet"
+
+
+def _print_runs(out: Console, runs: tuple[Run, ...]) -> None:
+    rows = new_table(("run", "started"), ("rounds charged",))
+    for run in runs:
+        rows.add_row(run.name, run.started, f"{run.charged:,}")
+    print_table(out, rows)

@@ -1,4 +1,4 @@
-"""`fedhdp reproduce`: the paper's tables, run again and set beside it cell by cell."""
+"""`fedhdp reproduce`: the paper's tables, run again and compared with it cell by cell."""
 
 from __future__ import annotations
 
@@ -14,63 +14,79 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedhdp.cli._output import print_json, table
+from fedhdp.cli._output import console, error_console, new_table, print_json, print_table, table_width
+from fedhdp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedhdp.reproduction.comparison import Comparison
-    from fedhdp.reproduction.render import Shown
+    from fedhdp.reproduction.render import TextTable
+    from fedhdp.reproduction.summary import Comparison
     from fedhdp.reproduction.tables import Part
 
 
 def reproduce(
     context: typer.Context,
     name: Annotated[
-        str, typer.Argument(metavar="TABLE", help="noniid-mnist, skewed-mnist, fmnist, femnist, or levels (ours).")
-    ],
-    seeds: Annotated[str, typer.Option(metavar="K or A-B", help="How many seeds, from 0 on; or which.")] = "1",
+        str | None,
+        typer.Argument(
+            metavar="TABLE", help="noniid-mnist, skewed-mnist, fmnist, femnist, levels, causes or skewed-causes."
+        ),
+    ] = None,
+    seeds: Annotated[str, typer.Option(metavar="K or A-B", help="The first K seeds, or seeds A to B.")] = "1",
     rows: Annotated[
         str | None,
-        typer.Option(help="Which rows, such as non-private,dp-fedavg,fedhdp:0.01,ours; default all of the table."),
+        typer.Option(help="Rows, such as non-private,dp-fedavg,fedhdp:0.01,extensions; default all of the table."),
     ] = None,
     data: Annotated[
-        str, typer.Option(help="auto (the paper's or the nearest there is), mnist, tff, leaf, writers or handwriting.")
+        str,
+        typer.Option(help="auto (the paper's, or the nearest available), mnist, tff, leaf, writers or handwriting."),
     ] = "auto",
     sampling: Annotated[
         Literal["fixed", "poisson"] | None,
         typer.Option(
-            help="fixed: cohorts of fixed size, as the paper's algorithm has them, the default of its rows; poisson: what "
-            "its epsilons hold for, which rows of ours always have."
+            help="fixed: cohorts of fixed size, as in the paper's algorithm, the default of its rows; poisson: what the "
+            "paper's epsilons hold for, always used for extensions."
         ),
     ] = None,
     batches: Annotated[
         Literal["whole", "all"],
-        typer.Option(help="whole: clients leave out an epoch's last, partial batch, which comes nearest to the paper."),
+        typer.Option(
+            help="whole: skip an epoch's last, partial batch, which is nearest to the paper; all: train on it."
+        ),
     ] = "whole",
     personal_epochs: Annotated[
         int | None,
         typer.Option(
-            help="Epochs of a round for personal models; default as many as for the global one, as the algorithm has it.",
-            min=1,
+            help="Epochs per round of personal models; default those of the global model, as in the algorithm.", min=1
         ),
     ] = None,
     pulls: Annotated[
-        str,
-        typer.Option(
-            help="Which pulls λ of the paper's rows, comma-separated; none: no personal models, which is faster."
-        ),
+        str, typer.Option(help="Pulls λ of the paper's rows, comma-separated; none: no personal models (faster).")
     ] = "0.005,0.05,0.25",
     rounds: Annotated[int | None, typer.Option(help="Rounds to train; default the paper's 500.", min=1)] = None,
     noise_seed: Annotated[
         int | None, typer.Option(help="Seed of noise and cohorts: repeatable, so not private; seed K adds K to it.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the table; default runs/paper/TABLE.")] = None,
-    render: Annotated[bool, typer.Option("--render", help="Run nothing: draw the table of what is there.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Directory of the table; default runs/paper/TABLE.")] = None,
+    render: Annotated[bool, typer.Option("--render", help="Run nothing: render the table in the directory.")] = False,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ROW",
+            help="Run nothing: print the difference of two rows seed by seed (give it twice), or one row as it is.",
+        ),
+    ] = None,
+    column: Annotated[str, typer.Option(help="The column of --compare, as in summary.json.")] = "acc_g",
+    docs: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Run nothing: write DIR.md and the tables in DIR from their summaries."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
 ) -> None:
-    """Reproduce a table of the paper: run it, seed by seed, and say cell by cell how it compares.
+    """Reproduce a table of the paper: run it seed by seed, and compare each cell with the paper.
 
-    Tables: noniid-mnist, skewed-mnist, fmnist, femnist, and levels, which is ours. The same command goes on where it was
-    stopped; with more seeds, rows or pulls it adds them to what is there.
+    Tables: noniid-mnist, skewed-mnist, fmnist and femnist of the paper; levels with three and five privacy levels; causes
+    and skewed-causes with what the paper leaves open, one choice at a time. The same command resumes an interrupted table;
+    with more seeds, rows or pulls it adds them.
 
     Examples:
 
@@ -78,166 +94,195 @@ def reproduce(
 
     `fedhdp reproduce fmnist --rows dp-fedavg,fedhdp:0.01 --sampling poisson --out runs/fmnist`
 
-    `fedhdp reproduce skewed-mnist --noise-seed 1` (comes out the same again)
+    `fedhdp reproduce skewed-mnist --noise-seed 1` (repeatable)
 
     `fedhdp reproduce noniid-mnist --render --json`
+
+    `fedhdp reproduce noniid-mnist --compare "momentum r=0.01" --compare "poisson r=0.01"`
+
+    `fedhdp reproduce --docs docs/results`
     """
-    from fedhdp.reproduction.comparison import compare
-    from fedhdp.reproduction.extensions import parts, rows_of
-    from fedhdp.reproduction.files import write
-    from fedhdp.reproduction.runner import refuse_what_is_not_ours
-    from fedhdp.reproduction.tables import ROUNDS, TABLES, Options, stands_for
-
-    rows_of(name, rows)  # an unknown table or row is refused first
+    if docs is not None:
+        _refuse_other_options(context, "--docs", {"docs"})
+        return _write_docs(docs)
+    if name is None:
+        raise ConfigError("TABLE must be given, or --docs", "TABLE")
     folder = out or Path("runs") / "paper" / name
-    refuse_what_is_not_ours(folder)
-    if render and (extra := _given(context, but=("name", "out", "render", "json"))):
-        raise ValueError(f"--render draws all that is there: it takes no {extra[0].opts[0]}")
-    errors = Console(stderr=True, highlight=False, markup=False)
-    if not render:
-        options = Options(data, sampling, batches, personal_epochs, _pulls(pulls), rounds or ROUNDS, noise_seed)
+    errors = error_console()
+    if name in ("causes", "skewed-causes"):
+        _refuse_other_options(context, name, {"name", "seeds", "rows", "rounds", "out"})
+        return _run_causes(name, rows, parse_seeds(seeds), rounds, folder)
+    from fedhdp.reproduction.comparison import load
+    from fedhdp.reproduction.extensions import parse_rows
+    from fedhdp.reproduction.render import write
+    from fedhdp.reproduction.tables import ROUNDS, Options
+
+    parse_rows(name, rows)  # an unknown table or row is the first error
+    if compare:
+        _refuse_other_options(context, "--compare", {"name", "out", "compare", "column"})
+        return _print_difference(load(folder, name), compare, column)
+    if render:
+        _refuse_other_options(context, "--render", {"name", "out", "render", "json"})
+    else:
+        options = Options(data, sampling, batches, personal_epochs, _parse_pulls(pulls), rounds or ROUNDS, noise_seed)
         if personal_epochs and not options.pulls:
-            raise ValueError("--personal-epochs is for personal models, and with --pulls none there are none")
-        made = parts(name, rows, seeds_of(seeds, "; to draw what is there: --render"), options)
-        about = stands_for(TABLES.get(name, TABLES["noniid-mnist"]), made[0].experiment.data)
-        _run(made, folder, about, _command(context), out, errors)
-    found = compare(folder, name)
-    write(folder, found)
-    print_json(found) if json else _print(found)
-    errors.print(
-        f"kept in {folder}: table.md, table.csv, table.json, table.png, summary.json", style="dim", soft_wrap=True
-    )
+            raise ConfigError("--personal-epochs needs personal models, got --pulls none", "--personal-epochs")
+        from fedhdp.reproduction.extensions import make_parts
+        from fedhdp.reproduction.runner import check_output_directory
+
+        check_output_directory(folder)
+        parts = make_parts(name, rows, parse_seeds(seeds, "; to render what has been run: --render"), options)
+        _run(parts, folder, _command(context), out, errors)
+    comparison = load(folder, name)
+    paths = write(folder, comparison)
+    print_json(comparison) if json else _print(comparison)
+    errors.print(f"written to {folder}: {', '.join(path.name for path in paths)}", style="dim", soft_wrap=True)
 
 
-def seeds_of(text: str, hint: str = "") -> range:
+def parse_seeds(text: str, hint: str = "") -> range:
     """Seeds from 3 (the first three) or 2-4 (these)."""
-    given = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
-    if given is None:
-        raise ValueError(f"--seeds must be a number of seeds, or a range such as 2-4, got {text!r}")
-    first, last = given.groups()
-    found = range(int(first)) if last is None else range(int(first), int(last) + 1)
-    if not found:
-        raise ValueError(f"--seeds must be at least one seed, got {text!r}{hint}")
-    return found
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+    if match is None:
+        message = f"--seeds must be a number of seeds, or a range such as 2-4, got {text!r}"
+        raise ConfigError(message, "--seeds", text)
+    first, last = match.groups()
+    seeds = range(int(first)) if last is None else range(int(first), int(last) + 1)
+    if not seeds:
+        raise ConfigError(f"--seeds must be at least one seed, got {text!r}{hint}", "--seeds", text)
+    return seeds
 
 
-def _pulls(text: str) -> tuple[float, ...]:
+def _parse_pulls(text: str) -> tuple[float, ...]:
     """Pulls from 0.05,0.25; none from none."""
     if text.strip() == "none":
         return ()
     try:
-        found = tuple(dict.fromkeys(float(word) for word in text.split(",")))
+        pulls = tuple(dict.fromkeys(float(word) for word in text.split(",")))
     except ValueError:
-        found = ()
-    if not found or not all(0 <= pull < float("inf") for pull in found):
-        raise ValueError(f"--pulls must be numbers of at least 0 such as 0.05,0.25, or none, got {text!r}")
-    return found
+        pulls = ()
+    if not pulls or not all(0 <= pull < float("inf") for pull in pulls):
+        message = f"--pulls must be numbers of at least 0 such as 0.05,0.25, or none, got {text!r}"
+        raise ConfigError(message, "--pulls", text)
+    return pulls
 
 
 def _command(context: typer.Context) -> str:
-    """The command that was given, as it can be typed again; where its results went is said beside it."""
-    table = context.command.params[0]
-    words = [str(context.params[table.name or ""])]
-    for option in _given(context, but=(table.name or "", "out", "json")):
+    """The command as it can be typed again, without --out and --json."""
+    words = [str(context.params["name"])]
+    for option in _typed_options(context, {"name", "out", "json"}):
         words += [option.opts[0], str(context.params[option.name or ""])]
     return shlex.join(["fedhdp", "reproduce", *words])
 
 
-def _given(context: typer.Context, but: Container[str]) -> list[click.Parameter]:
-    """The options that were typed."""
-    found = []
+def _typed_options(context: typer.Context, ignored: Container[str]) -> list[click.Parameter]:
+    options = []
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
-        if source is not None and source.name == "COMMANDLINE" and option.name not in but:
-            found.append(option)
-    return found
+        if source is not None and source.name == "COMMANDLINE" and option.name not in ignored:
+            options.append(option)
+    return options
 
 
-def _run(parts: list[Part], folder: Path, about: str, command: str, out: Path | None, errors: Console) -> None:
-    """Run what is not done yet; Ctrl-C stops after the round and says how to go on."""
+def _refuse_other_options(context: typer.Context, mode: str, allowed: Container[str]) -> None:
+    if options := _typed_options(context, allowed):
+        option = options[0].opts[0]
+        raise ConfigError(f"{mode} must be given without {option}", option)
+
+
+def _run(parts: list[Part], folder: Path, command: str, out: Path | None, errors: Console) -> None:
+    """Run what is not finished; Ctrl-C stops after the round and prints the command that resumes."""
     from fedhdp.cli._progress import ProgressDisplay
     from fedhdp.experiments.runner import Interrupted
-    from fedhdp.reproduction import runner as reproducing
+    from fedhdp.reproduction import runner, tables
 
-    parts = reproducing.fitted(folder, parts)
-    errors.print(f"data: {about}", soft_wrap=True)
+    parts = runner.plan_parts(folder, parts)
+    experiment = parts[0].experiment
+    paper_table = tables.TABLES.get(experiment.name.partition("/")[0], tables.TABLES["noniid-mnist"])
+    errors.print(f"data: {tables.describe_data(paper_table, experiment.data)}", soft_wrap=True)
+    resume = command if out is None else f"{command} --out {shlex.quote(str(out))}"
     for number, part in enumerate(parts, 1):
-        if reproducing.done(folder, part):
+        if runner.is_finished(folder, part):
             continue
-        going = "goes on" if reproducing.begun(folder, part) else "begins"
-        place = f"part {number} of {len(parts)}: seed {part.seed}, {part.name}"
+        action = "resumes" if runner.is_started(folder, part) else "starts"
         count = len(part.experiment.variants)
-        errors.print(f"{place} {going}, {count} variant{'s' * (count > 1)}", soft_wrap=True)
-        again = command if out is None else f"{command} --out {shlex.quote(str(out))}"
+        place = f"part {number} of {len(parts)}: seed {part.seed}, {part.name} {action}"
+        errors.print(f"{place}, {count} variant{'s' * (count > 1)}", soft_wrap=True)
         try:
-            with ProgressDisplay(errors, again) as display:
-                reproducing.run_part(part, folder, display.watch, command)
+            with ProgressDisplay(errors, resume) as display:
+                runner.run_part(part, folder, display.watch, command)
             stopped = display.stop and number < len(parts)
         except Interrupted:
             stopped = True
         if stopped:
-            errors.print(f"stopped; to go on: {again}", style="yellow", soft_wrap=True)
+            errors.print(f"stopped; to resume: {resume}", style="yellow", soft_wrap=True)
             sys.exit(130)
 
 
-def _print(found: Comparison) -> None:
-    from fedhdp.reproduction import render as writing
+def _print_difference(comparison: Comparison, rows: list[str], column: str) -> None:
+    from fedhdp.reproduction.summary import difference_of_rows
 
-    out = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
-    for line in writing.title(found):
+    if len(rows) > 2:
+        raise ConfigError(f"--compare must be given once or twice, got {len(rows)} rows", "--compare", rows)
+    cell = difference_of_rows(comparison, rows, column)
+    spread = "" if cell.half is None else f" ±{cell.half:.2f}, standard deviation {cell.sd:.2f}"
+    print(f"{cell.mean:+.2f}{spread}; above 0 in {sum(value > 0 for value in cell.values)} of {cell.count} seeds")
+
+
+def _write_docs(folder: Path) -> None:
+    from fedhdp.reproduction.page import write_page
+
+    for path in write_page(folder):
+        print(path)
+
+
+def _run_causes(name: str, rows: str | None, seeds: range, rounds: int | None, folder: Path) -> None:
+    from fedhdp.reproduction import causes
+    from fedhdp.reproduction.render import markdown_table
+    from fedhdp.reproduction.tables import ROUNDS
+
+    def print_progress(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    result = causes.run_causes(name, rows, seeds, rounds or ROUNDS, print_progress)
+    causes.write_causes(folder, result)
+    print(markdown_table(causes.causes_table(result)))
+
+
+def _print(comparison: Comparison) -> None:
+    from fedhdp.reproduction import render
+
+    out = console(160)
+    for line in render.title(comparison):
         out.print(line)
-    unsaid: tuple[str, ...] = ()
-    for make in (writing.global_table, writing.personal_table):
-        shown = make(found)
-        if not shown.rows:
+    hidden: tuple[str, ...] = ()
+    for make in (render.global_table, render.personal_table):
+        text = make(comparison)
+        if not text.rows:
             continue
-        if _width(shown) > out.width:
-            shown, unsaid = make(found, wide=False), ("average: ",)
-            shown = shown._replace(header=[word.replace(": ", ":\n") for word in shown.header])
-        for piece in _pieces(shown, out.width):
-            out.print()
-            out.print(_table(piece))
+        if table_width(_rich_table(text)) > out.width:
+            text, hidden = make(comparison, wide=False), ("average: ",)
+            text = text._replace(header=[word.replace(": ", ":\n") for word in text.header])
+        out.print()
+        print_table(out, _rich_table(text))
     out.print()
-    for line in writing.footnotes(found):
-        if not line.startswith(unsaid):
-            out.print(line, style="dim")
+    for note in render.footnotes(comparison):
+        if not note.startswith(hidden):
+            out.print(note, style="dim")
     out.print()
-    _print_orderings(out, writing.orderings_table(found))
+    _print_claims(out, render.claims_table(comparison))
 
 
-def _width(shown: Shown) -> int:
-    return sum(_widths(shown))
+def _rich_table(text: TextTable) -> Table:
+    names = 2 if text.header[1] == "λ" else 1
+    shown = new_table(text.header[:names], text.header[names:])
+    for row, block, following in zip(text.rows, text.blocks, [*text.blocks[1:], None], strict=True):
+        shown.add_row(*row, end_section=block != following)
+    return shown
 
 
-def _widths(shown: Shown) -> list[int]:
-    cells = zip(*([*word.split("\n"), ""][:2] for word in shown.header), strict=True)
-    return [max(map(len, column)) + 2 for column in zip(*cells, *shown.rows)]
-
-
-def _pieces(shown: Shown, width: int) -> list[Shown]:
-    """The table, or where it is too wide as many as it takes beneath each other, each with what names its rows."""
-    names = 2 if shown.header[1] == "λ" else 1
-    widths, pieces = _widths(shown), [list(range(names))]
-    for column in range(names, len(widths)):
-        if len(pieces[-1]) > names and sum(widths[one] for one in pieces[-1]) + widths[column] > width:
-            pieces.append(list(range(names)))
-        pieces[-1].append(column)
-    return [
-        shown._replace(header=[shown.header[c] for c in those], rows=[[row[c] for c in those] for row in shown.rows])
-        for those in pieces
-    ]
-
-
-def _table(shown: Shown) -> Table:
-    made = table(shown.header[:1], shown.header[1:])
-    for row, block, following in zip(shown.rows, shown.blocks, [*shown.blocks[1:], None]):
-        made.add_row(*row, end_section=block != following)
-    return made
-
-
-def _print_orderings(out: Console, shown: Shown) -> None:
+def _print_claims(out: Console, text: TextTable) -> None:
     colours = {"held": "green", "not held": "red"}
-    made = table(shown.header, ())
-    for row in shown.rows:
-        made.add_row(*row, style=colours.get(row[1].partition(",")[0], "dim"))
-    out.print(made)
+    shown = new_table(text.header, ())
+    for row in text.rows:
+        shown.add_row(*row, style=colours.get(row[1].partition(",")[0], "dim"))
+    out.print(shown)

@@ -1,23 +1,27 @@
-"""`fedhdp run` and `fedhdp list`: run an experiment, see which there are."""
+"""`fedhdp run` and `fedhdp list`: run an experiment, list the built-in ones."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from fedhdp.cli._output import in_short, print_json
+from fedhdp.cli._output import console, epsilon_text, error_console, new_table, print_json, print_table, table_width
+from fedhdp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedhdp.results.schema import Summary
+    from fedhdp.experiments.batch import Watch
+    from fedhdp.experiments.config import Experiment
+    from fedhdp.results import Summary
+
+TABLE_WIDTH = 200  # where standard output is no terminal
 
 
 def list_experiments() -> None:
@@ -37,7 +41,7 @@ def run(
         str | None,
         typer.Argument(metavar="[NAME or FILE.toml]", help="What to run; see `fedhdp list`. Default: quickstart."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results; default runs/NAME-TIME.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for the results; default runs/NAME-TIME.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data, initial model and batches.")] = None,
     seeds: Annotated[
         str | None, typer.Option(help="Several seeds, one after the other: 5 (the first five) or 2-4. Means are shown.")
@@ -46,11 +50,11 @@ def run(
         int | None, typer.Option(help="Seed of noise and cohorts: repeatable, and therefore not private.")
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds to train.")] = None,
-    ledger: Annotated[Path | None, typer.Option(help="File in which this population's spending is kept.")] = None,
+    ledger: Annotated[Path | None, typer.Option(help="File with the privacy that this population has spent.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
-    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with the run in this folder.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Resume the run in this directory.")] = None,
 ) -> None:
-    """Run an experiment: train every variant, compare them in one table, keep everything in a folder.
+    """Run an experiment: train every variant, compare them in one table, write the results to a directory.
 
     Examples:
 
@@ -58,128 +62,156 @@ def run(
 
     `fedhdp run three-levels --rounds 50 --seed 1`
 
-    `fedhdp run my.toml --seeds 5 --out runs/mine` (means over five seeds; the same again goes on after Ctrl-C)
+    `fedhdp run my.toml --seeds 5 --out runs/mine` (means over five seeds; the same command resumes after Ctrl-C)
 
     `fedhdp run my.toml --out runs/mine --json > mine.json`
 
     `fedhdp run --resume runs/mine`
     """
+    options = {"seed": seed, "noise_seed": noise_seed, "rounds": rounds, "ledger": ledger and str(ledger)}
+    changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if seeds is not None and (resume is not None or seed is not None):
+        raise ConfigError("--seeds takes neither --seed nor --resume; to resume, name --out again", "seeds", seeds)
+    if resume is not None:
+        if changes or out is not None or experiment is not None:
+            rule = "--resume continues a run as it was started: it takes no experiment and no option but --json"
+            raise ConfigError(rule, "resume", str(resume))
+        _resume(resume, json)
+        return
+    value, directory = _experiment(experiment or "quickstart", changes, out)
+    if seeds is not None:
+        _run_seeds(value, seeds, directory, out is not None, json)
+        return
+    _run(value, directory, json)
+
+
+def _experiment(name: str, changes: dict[str, Any], out: Path | None) -> tuple[Experiment, Path]:
+    """The experiment with the options of the command line, and the directory for its results."""
     import msgspec
 
-    from fedhdp.cli._progress import ProgressDisplay
-    from fedhdp.cli.reproduce import seeds_of
-    from fedhdp.experiments import EXPERIMENTS
-    from fedhdp.experiments import runner as runs
-    from fedhdp.experiments.config import find
-    from fedhdp.results import store as results
+    from fedhdp.experiments import EXPERIMENTS, find
+    from fedhdp.results import slug
 
-    errors = Console(stderr=True, markup=False)
-    changes = {
-        "seed": seed,
-        "noise_seed": noise_seed,
-        "rounds": rounds,
-        "ledger": None if ledger is None else str(ledger),
-    }
-    given = {name: value for name, value in changes.items() if value is not None}
-    if resume is not None and (given or out is not None or experiment is not None):
-        raise ValueError("--resume goes on with what was begun: it takes no experiment, and no options but --json")
-    if seeds is not None and (resume is not None or seed is not None):
-        raise ValueError("--seeds says which seeds: it takes no --seed, and goes on with --out instead of --resume")
-    if resume is None:
-        chosen = msgspec.structs.replace(find(experiment or "quickstart", EXPERIMENTS), **given)
-        folder = out or Path("runs") / f"{results.slug(chosen.name)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    else:
-        folder = resume
-    each = [] if seeds is None else runs.each_seed(chosen, seeds_of(seeds))
-    if resume is None and chosen.ledger is not None and not Path(chosen.ledger).exists():
-        errors.print(f"{chosen.ledger}: a new ledger", highlight=False, soft_wrap=True)
-    again = f"fedhdp run --resume {shlex.quote(str(folder))}"
-    summaries = []
-    try:
-        if seeds is None:
-            with ProgressDisplay(errors, again) as display:
-                begin = resume is None
-                summaries.append(
-                    runs.run(chosen, folder, display.watch) if begin else runs.resume(folder, display.watch)
-                )
-        else:
-            again = shlex.join(["fedhdp", *sys.argv[1:], *([] if out else ["--out", str(folder)])])
-            for one in each:
-                errors.print(f"seed {one.seed}", highlight=False)
-                with ProgressDisplay(errors, again) as display:
-                    summaries.append(runs.run_or_resume(one, folder / f"seed-{one.seed}", display.watch))
-                if display.stop:
-                    raise runs.Interrupted
-    except runs.Interrupted:
-        errors.print(f"stopped; to go on: {again}", style="yellow", highlight=False, soft_wrap=True)
-        sys.exit(130)
+    experiment = msgspec.structs.replace(find(name, EXPERIMENTS), **changes)
+    if experiment.ledger is not None and not Path(experiment.ledger).exists():
+        error_console().print(f"{experiment.ledger}: a new ledger", soft_wrap=True)
+    return experiment, out or Path("runs") / f"{slug(experiment.name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _run(experiment: Experiment, directory: Path, json: bool) -> None:
+    from fedhdp.experiments import run as run_experiment
+
+    summary = _watched(partial(run_experiment, experiment, directory), _resume_command(directory))
+    _print_run(summary, experiment, directory, json)
+
+
+def _resume(directory: Path, json: bool) -> None:
+    from fedhdp.experiments import read_experiment
+    from fedhdp.experiments import resume as resume_experiment
+
+    summary = _watched(partial(resume_experiment, directory), _resume_command(directory))
+    _print_run(summary, read_experiment(directory), directory, json)
+
+
+def _run_seeds(experiment: Experiment, seeds: str, directory: Path, named: bool, json: bool) -> None:
+    from fedhdp.cli.reproduce import parse_seeds
+    from fedhdp.experiments import run_or_resume, with_seeds
+
+    resume_command = shlex.join(["fedhdp", *sys.argv[1:], *([] if named else ["--out", str(directory)])])
+    summaries = {}
+    experiments = with_seeds(experiment, parse_seeds(seeds))
+    for value in experiments:
+        error_console().print(f"seed {value.seed}")
+        start = partial(run_or_resume, value, directory / f"seed-{value.seed}")
+        summaries[str(value.seed)] = _watched(start, resume_command, last=value is experiments[-1])
     if json:
-        print_json(summaries[0] if seeds is None else {str(one.seed): found for one, found in zip(each, summaries)})
+        print_json(summaries)
         return
-    _print_table(summaries[0], summaries[1:])
-    if seeds is None:
-        _print_ledger(folder)
-    errors.print(f"kept in {folder}", style="dim", highlight=False, soft_wrap=True)
+    _print_table(list(summaries.values()))
+    _print_directory(directory)
 
 
-def _print_table(summary: Summary, others: Sequence[Summary] = ()) -> None:
-    from fedhdp.results.tables import footnotes, table
+def _resume_command(directory: Path) -> str:
+    return f"fedhdp run --resume {shlex.quote(str(directory))}"
 
-    console = Console(markup=False) if sys.stdout.isatty() else Console(width=200, markup=False)
-    more = [other.variants for other in others]
-    header, rows = table(summary.variants, others=more)
-    wide = _width(header, rows) <= console.width
+
+def _watched(start: Callable[[Watch], Summary], resume_command: str, last: bool = True) -> Summary:
+    """Run an experiment with a display of its progress; after Ctrl-C, print how to resume it and exit."""
+    from fedhdp.cli._progress import ProgressDisplay
+    from fedhdp.experiments import Interrupted
+
+    errors = error_console()
+    try:
+        with ProgressDisplay(errors, resume_command) as display:
+            summary = start(display.watch)
+        if display.stop and not last:  # Ctrl-C after the last round of an experiment
+            raise Interrupted
+        return summary
+    except Interrupted:
+        errors.print(f"stopped; to resume: {resume_command}", style="yellow", soft_wrap=True)
+        sys.exit(130)
+
+
+def _print_run(summary: Summary, experiment: Experiment, directory: Path, json: bool) -> None:
+    if json:
+        print_json(summary)
+        return
+    _print_table([summary])
+    _print_ledger(experiment)
+    _print_directory(directory)
+
+
+def _print_directory(directory: Path) -> None:
+    error_console().print(f"results in {directory}", style="dim", soft_wrap=True)
+
+
+def _print_table(summaries: Sequence[Summary]) -> None:
+    """Print a table of one or several seeds; in a narrow terminal without variances and with short headers."""
+    from fedhdp.results import footnotes, table_cells
+
+    out = console(TABLE_WIDTH)
+    variants, *other_seeds = [summary.variants for summary in summaries]
+    header, rows = table_cells(variants, other_seeds=other_seeds)
+    table = _rich_table(header, rows)
+    wide = table_width(table) <= out.width
     if not wide:
-        header, rows = table(summary.variants, variances=False, others=more)
-        header = [name.replace(" ", "\n") for name in header]
-    means = f", mean of {len(others) + 1} seeds ± half of its 95% interval" if others else ""
-    spread = ", variance across clients in parentheses" if wide else ""
-    console.print(f"{summary.experiment}: accuracy in %{means}{spread}")
-    said = "Acc_g: the server's test set; g and l: clients' own data, with the global and with personal models"
-    said += "; c: with the pull that each chose" if any(name.startswith("c:") for name in header) else ""
-    console.print(said + ("; Acc_avg: the averaged model" if "Acc_avg" in header else ""))
-    for columns in _fitting(header, rows, console.width):
-        shown = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), collapse_padding=True, show_edge=False)
-        for number in columns:
-            shown.add_column(header[number], justify="right" if number else "left", no_wrap=number > 0, overflow="fold")
-        for row in rows:
-            shown.add_row(*(row[number] for number in columns))
-        console.print(shown)
-    for line in footnotes([variant for seed in (summary, *others) for variant in seed.variants]):
-        console.print(line, style="dim", highlight=False)
+        header, rows = table_cells(variants, variances=False, other_seeds=other_seeds)
+        table = _rich_table([name.replace(" ", "\n") for name in header], rows)
+    means = f", mean of {len(summaries)} seeds ± half of its 95% interval" if other_seeds else ""
+    variances = ", variance across clients in parentheses" if wide else ""
+    out.print(f"{summaries[0].experiment}: accuracy in %{means}{variances}")
+    out.print(_legend(header))
+    print_table(out, table)
+    for line in footnotes([variant for summary in summaries for variant in summary.variants]):
+        out.print(line, style="dim")
 
 
-def _print_ledger(folder: Path) -> None:
-    """What the population has spent by now, where a ledger knows: the table is about this run alone."""
-    from fedhdp.cli.ledger import standing_of
-    from fedhdp.experiments.config import from_toml
+def _rich_table(header: list[str], rows: list[list[str]]) -> Table:
+    table = new_table(header[:1], header[1:])
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _legend(header: list[str]) -> str:
+    parts = ["Acc_g: the server's test set", "g and l: clients' own data, with the global and with personal models"]
+    if any(name.startswith("c:") for name in header):
+        parts.append("c: with the pull that each client chose")
+    if "Acc_avg" in header:
+        parts.append("Acc_avg: the averaged model")
+    return "; ".join(parts)
+
+
+def _print_ledger(experiment: Experiment) -> None:
+    """Print what the population has spent over all runs in the ledger; the table is about this run alone."""
     from fedhdp.privacy.ledger import Ledger
-    from fedhdp.results.store import EXPERIMENT
+    from fedhdp.privacy.reports import group_standing
 
-    experiment = from_toml((folder / EXPERIMENT).read_text(encoding="utf-8"), str(folder / EXPERIMENT))
     if experiment.ledger is None or not Path(experiment.ledger).exists():
         return
     with Ledger(experiment.ledger, read_only=True) as ledger:
         names = [group.name for group in experiment.mechanism.groups if group.name in ledger.groups()]
-        standing = {name: standing_of(ledger, name, experiment.delta_of(name)) for name in names}
-    told = ", ".join(
-        f"ε {name} = {in_short(said['epsilon'], 'not known')} at δ {said['delta']:g}" for name, said in standing.items()
-    )
-    said = f"{experiment.ledger}, over all its runs and variants: {told}"
-    Console(markup=False).print(said, style="dim", highlight=False, soft_wrap=True)
-
-
-def _width(header: list[str], rows: list[list[str]]) -> int:
-    return sum(max(len(word) for cell in column for word in cell.split("\n")) + 2 for column in zip(header, *rows))
-
-
-def _fitting(header: list[str], rows: list[list[str]], width: int) -> list[list[int]]:
-    """The columns in as many tables as a terminal needs, each with the names, which may be folded to half of it."""
-    widths = [_width([name], [[row[number]] for row in rows]) for number, name in enumerate(header)]
-    names = min(widths[0], width // 2)
-    tables: list[list[int]] = [[0]]
-    for number in range(1, len(header)):
-        if names + sum(widths[column] for column in tables[-1][1:]) + widths[number] > width and len(tables[-1]) > 1:
-            tables.append([0])
-        tables[-1].append(number)
-    return tables
+        standings = [group_standing(ledger, name, experiment.delta_of(name)) for name in names]
+    epsilons = [f"ε {s.group} = {epsilon_text(s.epsilon, 'not known')} at δ {s.delta:g}" for s in standings]
+    line = f"{experiment.ledger}, over all its runs and variants: {', '.join(epsilons)}"
+    console(TABLE_WIDTH).print(line, style="dim", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`fedhdp theory`: the closed forms for a user's own numbers, the paper's figures, and the tables of docs/theory.md."""
+"""`fedhdp theory`: the closed forms for given numbers, the paper's figures, and the tables of docs/theory.md."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedhdp.cli._output import console, print_json, print_table, table
+from fedhdp.cli._output import console, new_table, print_json, print_table
+from fedhdp.errors import ConfigError, InvalidValueError
 
 if TYPE_CHECKING:
-    from fedhdp.theory.linear_regression import Level, Problem
+    from fedhdp.theory.linear_regression import Problem, TheoryGroup
     from fedhdp.theory.optimum import Optimum
 
 app = typer.Typer(
     no_args_is_help=True,
     suggest_commands=False,
-    help="What heterogeneous privacy costs, in closed form; see docs/theory.md.",
+    help="The cost of heterogeneous privacy in closed form; see docs/theory.md.",
 )
-BESIDE = {
+BASELINES = {
     "fedhdp_shared_noise": "shared noise",
     "hdp_fedavg": "HDP-FedAvg",
     "dp_fedavg": "DP-FedAvg",
-    "non_private": "no privacy",
-    "local_only": "alone",
+    "non_private": "non-private",
+    "local_only": "local only",
 }
 
 
@@ -34,22 +35,22 @@ def optimum(
         list[str],
         typer.Option(
             metavar="NAME:CLIENTS:GAMMA2",
-            help="A privacy level, how many clients chose it, and the variance of the noise on the mean of their "
-            "updates: 0 opts out, inf tells the server nothing. Repeat it, least private first.",
+            help="A privacy level, its number of clients, and the variance of the noise on the mean of their updates: "
+            "0 opts out, inf sends noise only. Repeat it, least private first.",
         ),
     ],
-    alpha2: Annotated[float, typer.Option(help="The variance of a client's own estimate: how little data it has.")],
-    tau2: Annotated[float, typer.Option(help="The variance of the truth between clients: how much they differ.")],
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document; what is infinite is null.")] = False,
+    alpha2: Annotated[float, typer.Option(help="The variance of a client's local estimate.")],
+    tau2: Annotated[float, typer.Option(help="The variance of the truth between clients (heterogeneity).")],
+    json: Annotated[bool, typer.Option("--json", help='Print one JSON document; an infinite number is "inf".')] = False,
 ) -> None:
-    """Find the best weight and pull for each privacy level, and what everyone's error is, with the baselines beside.
+    """Find the best weight and pull of each privacy level, and the errors of FedHDP and the baselines.
 
-    The setting is federated linear regression or point estimation; variances and errors are those of one coordinate.
+    The setting is federated linear regression or point estimation; variances and errors are per coordinate.
 
-    In JSON, weights are relative to the first group. `pull` is for clients who take their own noise out of the global
-    model they receive, `pull_own_noise` for those who cannot; `client_mse` and `client_mse_own_noise` are the errors at
-    either with the noise inside, `bayes_mse` at the first with the noise out. What is infinite is null: a pull (take the
-    global model itself), an error; so is the server's variance for `local_only`, which has no server.
+    In JSON, weights are relative to the first group. `pull` is for clients who subtract their own noise from the global
+    model, `pull_own_noise` for those who cannot. `client_mse` and `client_mse_own_noise` are the errors at these pulls
+    with the noise, `bayes_mse` at the first without it. An infinite pull takes the global model itself. The server's
+    variance for `local_only` is null.
 
     Examples:
 
@@ -58,21 +59,21 @@ def optimum(
     `fedhdp theory optimum --group a:50:0 --group b:150:0.1 --group c:20:inf --alpha2 1 --tau2 0.1 --json`
     """
     from fedhdp.theory.linear_regression import Problem
-    from fedhdp.theory.optimum import optimum as found
+    from fedhdp.theory.optimum import find_optimum
 
-    problem = Problem(tuple(_level(text) for text in group), alpha2, tau2)
-    answer = found(problem)
-    print_json(answer) if json else _print(problem, answer)
+    problem = Problem(tuple(_parse_group(text) for text in group), alpha2, tau2)
+    result = find_optimum(problem)
+    print_json(result) if json else _print(problem, result)
 
 
 @app.command()
 def figures(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the figures.")],
-    trials: Annotated[int, typer.Option(help="How many trials each simulated point is the mean of.")] = 4000,
+    trials: Annotated[int, typer.Option(help="Number of trials of each simulated point.")] = 4000,
 ) -> None:
-    """Draw every figure of the paper's theory: closed forms as lines, simulated points with error bars on them.
+    """Draw the figures of the paper's theory: closed forms as lines, simulated points with error bars.
 
-    Each figure is written as SVG, as PNG, and as CSV with its numbers; the names of the files are printed.
+    Each figure is written as SVG, PNG and CSV; the names of the files are printed.
 
     Example: `fedhdp theory figures --out figures`
     """
@@ -88,47 +89,49 @@ def tables() -> None:
 
     Example: `fedhdp theory tables`
     """
-    from fedhdp.reproduction.theory.tables import tables as computed
+    from fedhdp.reproduction.theory import tables
 
-    print("\n\n".join(f"{each.title}\n\n{each.markdown}" for each in computed()))
+    print("\n\n".join(f"{table.title}\n\n{table.markdown}" for table in tables.tables()))
 
 
-def _level(text: str) -> Level:
-    """A level from NAME:CLIENTS:GAMMA2."""
-    from fedhdp.theory.linear_regression import Level
+def _parse_group(text: str) -> TheoryGroup:
+    """A group from NAME:CLIENTS:GAMMA2."""
+    from fedhdp.theory.linear_regression import TheoryGroup
 
     try:
         name, clients, gamma2 = text.rsplit(":", 2)
-        return Level(name, int(clients), float(gamma2))
-    except ValueError as error:
-        if "must be" in str(error):
-            raise ValueError(f"--group {text!r}: {error}") from None
-        raise ValueError(f"--group must be NAME:CLIENTS:GAMMA2, such as private:800:0.01, got {text!r}") from None
+        return TheoryGroup(name, int(clients), float(gamma2))
+    except InvalidValueError as error:
+        raise ConfigError(f"--group {text!r}: {error}", "--group", text) from None
+    except ValueError:
+        message = f"--group must be NAME:CLIENTS:GAMMA2, such as private:800:0.01, got {text!r}"
+        raise ConfigError(message, "--group", text) from None
 
 
-def _print(problem: Problem, answer: Optimum) -> None:
+def _print(problem: Problem, result: Optimum) -> None:
     out = console()
-    best = table(("group",), ("clients", "γ²", "weight r", "pull λ, noise out", "pull λ, noise inside"))
-    for level, group in zip(problem.levels, answer.groups):
-        numbers = (level.gamma2, group.weight, group.pull, group.pull_own_noise)
-        best.add_row(level.name, f"{level.clients:,}", *map(_short, numbers))
+    best = new_table(("group",), ("clients", "γ²", "weight r", "pull λ,\nwithout own noise", "pull λ,\nwith own noise"))
+    for group, row in zip(problem.groups, result.groups, strict=True):
+        numbers = (group.gamma2, row.weight, row.pull, row.pull_own_noise)
+        best.add_row(group.name, f"{group.clients:,}", *map(_format_number, numbers))
     print_table(out, best)
     out.print()
 
-    errors = table(("error of",), ("FedHDP", *BESIDE.values()))
-    others = [answer.baselines[name] for name in BESIDE]
-    errors.add_row("the server", _short(answer.server_variance), *(_short(other.server_variance) for other in others))
-    for number, group in enumerate(answer.groups):
-        beside = (_short(other.groups[number].client_mse) for other in others)
-        errors.add_row(f"{group.name}, a client", _short(group.client_mse_own_noise), *beside)
+    errors = new_table(("error of",), ("FedHDP", *BASELINES.values()))
+    baselines = [result.baselines[name] for name in BASELINES]
+    variances = (result.server_variance, *(baseline.server_variance for baseline in baselines))
+    errors.add_row("server", *map(_format_number, variances))
+    for number, row in enumerate(result.groups):
+        client_mses = (row.client_mse_own_noise, *(baseline.groups[number].client_mse for baseline in baselines))
+        errors.add_row(f"client, {row.name}", *map(_format_number, client_mses))
     print_table(out, errors)
     out.print()
     out.print(
-        "What to do: set these as the groups' weight and pull, the last column's pull where the server adds the noise (as "
-        "`fedhdp run` does), the other where clients add their own and take it out again; clients' errors above are at the "
-        "last column's. A strong pull λ wants a personal learning rate near 1/(1+λ), and does not train at 2/λ or more."
+        "Set the weight and pull of each group: the pull with own noise where the server adds the noise (as `fedhdp run` "
+        "does), the other where clients add noise and subtract their own. Client errors are at the pull with own noise. A "
+        "strong pull λ needs a personal learning rate near 1/(1+λ), and diverges at 2/λ."
     )
 
 
-def _short(number: float | None) -> str:
+def _format_number(number: float | None) -> str:
     return "–" if number is None else "∞" if number == math.inf else f"{number:.4g}"

@@ -1,14 +1,26 @@
-"""Experiments: values that say what to run, the built-in ones by name, and how one is run into a folder."""
+"""Experiments: values to run, the built-in ones by name, and the runner that writes results to a directory."""
 
-from collections.abc import Callable
+from __future__ import annotations
 
-from fedhdp.experiments.config import Experiment
-from fedhdp.experiments.presets import by_writer, letters, quickstart, skewed, three_levels
+from fedhdp.experiments.batch import Interrupted, Progress, Watch
+from fedhdp.experiments.config import Experiment, Variant, find, from_toml, to_toml
+from fedhdp.experiments.presets import EXPERIMENTS, plan_experiment
+from fedhdp.experiments.runner import read_experiment, resume, run, run_or_resume, with_seeds
 
-EXPERIMENTS: dict[str, Callable[[], Experiment]] = {
-    "quickstart": quickstart,
-    "skewed": skewed,
-    "by-writer": by_writer,
-    "three-levels": three_levels,
-    "letters": letters,
-}
+__all__ = [
+    "EXPERIMENTS",
+    "Experiment",
+    "Interrupted",
+    "Progress",
+    "Variant",
+    "Watch",
+    "find",
+    "from_toml",
+    "plan_experiment",
+    "read_experiment",
+    "resume",
+    "run",
+    "run_or_resume",
+    "to_toml",
+    "with_seeds",
+]

@@ -1,7 +1,7 @@
-"""What an experiment chooses by name: its data and its model, those that are here and those of a file of your own.
+"""The data and the model that an experiment names: built-in ones, and those of a user's Python file.
 
-A file of your own is plain Python with two functions, or one of them: ``population(seed)`` returns a ``FederatedData``, and
-``model()`` a ``Model``. A run keeps the file's sha256, and neither goes on with nor repeats what another file would give.
+The file has one or both of two functions: ``population(seed)`` returns a ``FederatedData``, ``model()`` a ``Model``. A run
+records the file's sha256; it is neither resumed nor repeated with a file that has changed.
 """
 
 from __future__ import annotations
@@ -11,78 +11,90 @@ import importlib.util
 import math
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from types import ModuleType
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from fedhdp.data import FederatedData, hold_out
 from fedhdp.datasets import Split
-from fedhdp.errors import require
+from fedhdp.errors import ConfigError, DataError, ModelError, require
 from fedhdp.mechanism import Mechanism
 from fedhdp.models import Model, cnn, linear, mlp
 
 
 class PythonFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A file of your own, and what it was when it was run."""
+    """A user's Python file, and its checksum when it was run."""
 
-    file: str  # a relative path is beside the experiment's file
-    sha256: str | None = None  # None: whatever it is
+    file: str  # relative to the experiment's file
+    sha256: str | None = None  # None: any
 
-    def beside(self, folder: Path) -> PythonFile:
-        """The same with the place of the file, wherever it is read from."""
-        return msgspec.structs.replace(self, file=str(folder / self.file))
+    def resolve(self, directory: Path) -> PythonFile:
+        """The same file with a path that is relative to this directory made absolute."""
+        return msgspec.structs.replace(self, file=str(directory / self.file))
 
-    def pinned(self) -> PythonFile:
-        """The same with the file as it is now."""
-        return msgspec.structs.replace(self.beside(Path.cwd()), sha256=hashlib.sha256(self._read()).hexdigest())
+    def pin(self) -> PythonFile:
+        """The same file with an absolute path and its checksum."""
+        return msgspec.structs.replace(self.resolve(Path.cwd()), sha256=hashlib.sha256(self._read()).hexdigest())
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """What one of its functions returns; what goes wrong in it is said with its line."""
+        """Call one of the file's functions.
+
+        Raises:
+            ConfigError: If the file cannot be read or has changed, has no such function, or raises an error; the message
+                names the line.
+        """
         module = _module(self.file, self._read())
         if not callable(getattr(module, function, None)):
-            raise ValueError(f"{self.file} has no function {function}()")
-        return _located(self.file, lambda: getattr(module, function)(*arguments))
+            raise ConfigError(f"{self.file} has no function {function}()", "file", self.file)
+        with _errors_located(self.file):
+            return getattr(module, function)(*arguments)
 
     def _read(self) -> bytes:
         try:
             code = Path(self.file).read_bytes()
         except OSError as error:
-            raise ValueError(f"{self.file} cannot be read: {error.strerror}") from error
-        found = hashlib.sha256(code).hexdigest()
-        if self.sha256 not in (None, found):
-            raise ValueError(f"{self.file} has changed: its sha256 is {found}, and was {self.sha256}")
+            raise ConfigError(f"{self.file} cannot be read: {error.strerror}", "file", self.file) from error
+        digest = hashlib.sha256(code).hexdigest()
+        if self.sha256 not in (None, digest):
+            message = f"{self.file} has changed: its sha256 is {digest}, and was {self.sha256}"
+            raise ConfigError(message, "sha256", digest)
         return code
 
 
-@lru_cache(maxsize=8)  # data and model of one file are of one module
-def _module(file: str, code: bytes) -> Any:
-    name, folder = f"fedhdp_own_{Path(file).stem}", str(Path(file).absolute().parent)
+@lru_cache(maxsize=8)  # so that data and model of a file come from one module
+def _module(file: str, code: bytes) -> ModuleType:
+    name, directory = f"fedhdp_user_{Path(file).stem}", str(Path(file).absolute().parent)
     spec = importlib.util.spec_from_loader(name, None, origin=file)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     module.__file__ = file
     sys.modules[name] = module
-    if folder not in sys.path:
-        sys.path.append(folder)  # what lies beside it can be imported
-    _located(file, lambda: exec(compile(code, file, "exec"), module.__dict__))
+    if directory not in sys.path:
+        sys.path.append(directory)  # so that the file can import its neighbours
+    with _errors_located(file):
+        exec(compile(code, file, "exec"), module.__dict__)
     return module
 
 
-def _located(file: str, work: Any) -> Any:
-    """What some work in a file gives; an error of its own is one line that says where."""
+@contextmanager
+def _errors_located(file: str) -> Iterator[None]:
+    """Turn an error in a user's file into one line that names the file's line."""
     try:
-        return work()
+        yield
     except SyntaxError as error:
-        raise ValueError(f"{error.filename}, line {error.lineno}: {error.msg}") from error
+        raise ConfigError(f"{error.filename}, line {error.lineno}: {error.msg}", "file", file) from error
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        place = "".join([f", line {frame.lineno}" for frame in frames if frame.filename == file][-1:])
-        raise ValueError(f"{file}{place}: {type(error).__name__}: {error}") from error
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        place = f"{file}, line {lines[-1]}" if lines else file
+        raise ConfigError(f"{place}: {type(error).__name__}: {error}", "file", file) from error
 
 
-class Handwriting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="handwriting"):
+class HandwritingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="handwriting"):
     """The embedded handwriting."""
 
     clients: int
@@ -95,7 +107,7 @@ class Handwriting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     validation: float = 0.0  # the share of its train examples that a client holds out, to choose its pull by
 
     def load(self, mechanism: Mechanism, seed: int) -> FederatedData:
-        """Make it; in the skewed split it is the first group who all hold one digit."""
+        """Render the data; in the skewed split, the clients of the first group hold one digit."""
         from fedhdp.datasets import make_handwriting, tff_client_sizes
 
         skewed = mechanism.groups[0].clients if self.split == "skewed" else 0
@@ -103,11 +115,11 @@ class Handwriting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         sizes, test_sizes = None, None
         if self.sizes == "tff":
             sizes, test_sizes = (size_K[: self.clients].tolist() for size_K in tff_client_sizes(self.classes, seed))
-        made = make_handwriting(*numbers, self.split, self.classes, skewed, sizes, seed, test_sizes)
-        return hold_out(made, self.validation, seed)
+        data = make_handwriting(*numbers, self.split, self.classes, skewed, sizes, seed, test_sizes)
+        return hold_out(data, self.validation, seed)
 
 
-class Mnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="mnist"):
+class MnistConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="mnist"):
     """MNIST from the data directory: one digit for each client, or the images of one writer."""
 
     clients: int
@@ -117,15 +129,15 @@ class Mnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     validation: float = 0.0
 
     def load(self, mechanism: Mechanism, seed: int) -> FederatedData:
-        """Read it; in the skewed split it is the first group who all hold a 7."""
+        """Read the data; in the skewed split, the clients of the first group hold a 7."""
         from fedhdp.datasets import load_mnist
 
         skewed = mechanism.groups[0].clients if self.split == "skewed" else 0
-        made = load_mnist(self.split, self.clients, skewed, self.samples, self.test_samples, seed)
-        return hold_out(made, self.validation, seed)
+        data = load_mnist(self.split, self.clients, skewed, self.samples, self.test_samples, seed)
+        return hold_out(data, self.validation, seed)
 
 
-class Femnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="femnist"):
+class FemnistConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="femnist"):
     """Digits and letters by writer from the data directory; TFF's with 10 classes are the paper's FMNIST."""
 
     clients: int
@@ -134,34 +146,35 @@ class Femnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     validation: float = 0.0
 
     def load(self, mechanism: Mechanism, seed: int) -> FederatedData:
-        """Read it."""
+        """Read the data."""
         from fedhdp.datasets import load_femnist
 
         return hold_out(load_femnist(self.origin, self.classes, self.clients, seed), self.validation, seed)
 
 
 class PythonData(PythonFile, frozen=True, tag_field="name", tag="python"):
-    """Data of your own."""
+    """Data from a user's file."""
 
     clients: int
     validation: float = 0.0
 
     def load(self, mechanism: Mechanism, seed: int) -> FederatedData:
-        """Have the file's ``population(seed)`` make it."""
-        made = self.call("population", seed)
-        require(
-            isinstance(made, FederatedData),
-            f"what population() of {self.file} returns",
-            type(made).__name__,
-            "a Population",
-        )
-        require(
-            made.num_clients == self.clients, "data.clients", self.clients, f"{made.num_clients}, as {self.file} has"
-        )
-        return hold_out(made, self.validation, seed)
+        """Call the file's ``population(seed)``.
+
+        Raises:
+            DataError: If it returns no ``FederatedData``, or not as many clients as the experiment states.
+        """
+        data = self.call("population", seed)
+        if not isinstance(data, FederatedData):
+            kind = type(data).__name__
+            raise DataError(f"population() of {self.file} must return a FederatedData, got {kind}", "population", kind)
+        if data.num_clients != self.clients:
+            message = f"data.clients must be {data.num_clients}, as {self.file} has, got {self.clients}"
+            raise DataError(message, "data.clients", self.clients)
+        return hold_out(data, self.validation, seed)
 
 
-class Mlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="mlp"):
+class MlpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="mlp"):
     """The paper's network for MNIST."""
 
     hidden: int = 50
@@ -170,11 +183,11 @@ class Mlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="na
         require(self.hidden >= 1, "hidden", self.hidden, "at least 1")
 
     def build(self, inputs: int, classes: int) -> Model:
-        """Make it."""
+        """Build the model."""
         return mlp(inputs, self.hidden, classes)
 
 
-class Cnn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="cnn"):
+class CnnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="cnn"):
     """The paper's network for FEMNIST."""
 
     kernel: int = 3
@@ -183,40 +196,46 @@ class Cnn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="na
         require(self.kernel >= 1, "kernel", self.kernel, "at least 1")
 
     def build(self, inputs: int, classes: int) -> Model:
-        """Make it."""
+        """Build the model."""
         return cnn(math.isqrt(inputs), classes, self.kernel)
 
 
-class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="linear"):
+class LinearConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="linear"):
     """Multinomial logistic regression."""
 
     def build(self, inputs: int, classes: int) -> Model:
-        """Make it."""
+        """Build the model."""
         return linear(inputs, classes)
 
 
 class PythonModel(PythonFile, frozen=True, tag_field="name", tag="python"):
-    """A model of your own."""
+    """A model from a user's file."""
 
     def build(self, inputs: int, classes: int) -> Model:
-        """Have the file's ``model()`` make it."""
-        made = self.call("model")
-        require(isinstance(made, Model), f"what model() of {self.file} returns", type(made).__name__, "a Model")
-        return made
+        """Call the file's ``model()``.
+
+        Raises:
+            ModelError: If it returns no ``Model``.
+        """
+        model = self.call("model")
+        if not isinstance(model, Model):
+            kind = type(model).__name__
+            raise ModelError(f"model() of {self.file} must return a Model, got {kind}", "model", kind)
+        return model
 
 
-Data = Handwriting | Mnist | Femnist | PythonData
-ModelChoice = Mlp | Cnn | Linear | PythonModel
-NAMES: dict[str, tuple[str, ...]] = {
-    "data": ("handwriting", "mnist", "femnist", "python"),
-    "model": ("mlp", "cnn", "linear", "python"),
+DataConfig = HandwritingConfig | MnistConfig | FemnistConfig | PythonData
+ModelConfig = MlpConfig | CnnConfig | LinearConfig | PythonModel
+COMPONENT_NAMES = {
+    table: tuple(struct.__struct_config__.tag for struct in get_args(union))
+    for table, union in (("data", DataConfig), ("model", ModelConfig))
 }
 
 
-def clients_of(data: Data) -> str:
-    """Whose clients are numbered, in words: in other data the same number is somebody else."""
-    kept = msgspec.to_builtins(data)
-    said = {name: value for name, value in kept.items() if name not in ("name", "validation", "sha256")}
+def describe_data(data: DataConfig) -> str:
+    """The data whose clients are numbered: in other data, the same number is another client."""
+    values = msgspec.to_builtins(data)
+    shown = {name: value for name, value in values.items() if name not in ("name", "validation", "sha256")}
     if isinstance(data, PythonData):
-        said["file"] = Path(data.file).name
-    return f"{kept['name']} ({', '.join(f'{name} {value}' for name, value in said.items())})"
+        shown["file"] = Path(data.file).name
+    return f"{values['name']} ({', '.join(f'{name} {value}' for name, value in shown.items())})"

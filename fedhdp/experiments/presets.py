@@ -1,19 +1,32 @@
-"""The built-in experiments on the embedded handwriting: each a function that returns a whole Experiment.
+"""The built-in experiments on the embedded handwriting, each a function that returns an Experiment.
 
-All but ``letters`` are of the paper's non-IID MNIST shape: 2,000 clients with 30 samples, 5% of them sampled a round, 5%
-opted out.
+All but ``letters`` have the paper's non-IID MNIST shape: 2,000 clients with 30 samples, of whom 5% are sampled in a round
+and 5% opted out.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from fedhdp.client import LocalTraining
-from fedhdp.experiments.components import Cnn, Handwriting
+from fedhdp.experiments.components import CnnConfig, HandwritingConfig, MlpConfig
 from fedhdp.experiments.config import Experiment, Variant
 from fedhdp.mechanism import AdaptiveClip
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 
+if TYPE_CHECKING:
+    from fedhdp.theory.planning import Plan
+
 PAPER_TRAINING = LocalTraining(epochs=25, batch_size=20, learning_rate=0.5, decay=0.9, decay_every=50)
 OPTED_OUT, PRIVATE = "opted out", "private"
+PIXELS, CLASSES = 784, 10
+BASELINES = (
+    Variant("Non-Private+Ditto", "non_private"),
+    Variant("DP-FedAvg+Ditto", "dp_fedavg"),
+    Variant("HDP-FedAvg+Ditto", "hdp_fedavg"),
+)
 
 
 def _two_levels(weight: float, noise_multiplier: float = 1.5) -> MechanismConfig:
@@ -23,12 +36,7 @@ def _two_levels(weight: float, noise_multiplier: float = 1.5) -> MechanismConfig
 
 
 def _comparison(weight: float) -> tuple[Variant, ...]:
-    return (
-        Variant("Non-Private+Ditto", "non_private"),
-        Variant("DP-FedAvg+Ditto", "dp_fedavg"),
-        Variant("HDP-FedAvg+Ditto", "hdp_fedavg"),
-        Variant(f"FedHDP r={weight:g}", "fedhdp"),
-    )
+    return (*BASELINES, Variant(f"FedHDP r={weight:g}", "fedhdp"))
 
 
 def quickstart() -> Experiment:
@@ -38,7 +46,7 @@ def quickstart() -> Experiment:
         name="quickstart",
         about=quickstart.__doc__ or "",
         rounds=500,
-        data=Handwriting(clients=2000, split="one_digit"),
+        data=HandwritingConfig(clients=2000, split="one_digit"),
         mechanism=_two_levels(weight),
         variants=_comparison(weight),
         training=PAPER_TRAINING,
@@ -46,13 +54,13 @@ def quickstart() -> Experiment:
 
 
 def skewed() -> Experiment:
-    """The same where all who opted out hold the digit 7, so that private clients must be heard."""
+    """As quickstart, but opted-out clients hold only the digit 7, so private updates matter more."""
     weight = 0.1
     return Experiment(
         name="skewed",
         about=skewed.__doc__ or "",
         rounds=300,
-        data=Handwriting(clients=2000, split="skewed"),
+        data=HandwritingConfig(clients=2000, split="skewed"),
         mechanism=_two_levels(weight),
         variants=_comparison(weight),
         training=PAPER_TRAINING,
@@ -60,13 +68,13 @@ def skewed() -> Experiment:
 
 
 def by_writer() -> Experiment:
-    """Clients are writers who hold all digits in their own hand, at the noise of the paper's FMNIST: personal models pay."""
+    """Clients are writers with all digits, at the noise of the paper's FMNIST, where personal models help."""
     weight = 0.025
     return Experiment(
         name="by-writer",
         about=by_writer.__doc__ or "",
         rounds=300,
-        data=Handwriting(clients=2000, split="by_writer"),
+        data=HandwritingConfig(clients=2000, split="by_writer"),
         mechanism=_two_levels(weight, noise_multiplier=4.0),
         variants=(*_comparison(weight), Variant("Local only", "local_only")),
         training=LocalTraining(epochs=25, batch_size=20, learning_rate=0.1, decay=0.9, decay_every=50),
@@ -84,10 +92,10 @@ def three_levels() -> Experiment:
         name="three-levels",
         about=three_levels.__doc__ or "",
         rounds=300,
-        data=Handwriting(clients=2000, split="one_digit"),
+        data=HandwritingConfig(clients=2000, split="one_digit"),
         mechanism=MechanismConfig(groups, AdaptiveClip(initial=0.5)),
         variants=(
-            *_comparison(0.02)[:3],
+            *BASELINES,
             Variant("FedHDP", "fedhdp"),
             Variant("FedHDP, noise per group", "fedhdp", noise="per_group"),
             Variant("FedHDP, r=0", "fedhdp", weights={"relaxed": 0.0, "strict": 0.0}),
@@ -105,10 +113,51 @@ def letters() -> Experiment:
         name="letters",
         about=letters.__doc__ or "",
         rounds=20,
-        data=Handwriting(clients=500, samples=100, test_samples=20, split="by_writer", classes=62),
-        model=Cnn(),
+        data=HandwritingConfig(clients=500, samples=100, test_samples=20, split="by_writer", classes=62),
+        model=CnnConfig(),
         mechanism=MechanismConfig((opted_out, private), AdaptiveClip(initial=2.0)),
         variants=_comparison(weight),
         training=LocalTraining(epochs=5, batch_size=20, learning_rate=0.02),
         evaluate_every=5,
     )
+
+
+def plan_experiment(plan: Plan) -> Experiment:
+    """A plan's levels and weights beside the baselines, with the network whose number of parameters is the nearest.
+
+    Args:
+        plan: The plan, from `fedhdp.theory.planning.plan`.
+    """
+    hidden = max(1, round((plan.parameters - CLASSES) / (PIXELS + 1 + CLASSES)))
+    groups = tuple(
+        GroupConfig(
+            level.name,
+            level.clients,
+            sampling_rate=group.sampling_rate,
+            epsilon=level.target_epsilon,
+            weight=group.weight,
+        )
+        for level, group in zip(plan.levels, plan.mechanism.groups, strict=True)
+    )
+    epsilons = (f"epsilon {g.epsilon:g}" if g.epsilon != math.inf else "opted out" for g in groups)
+    levels = ", ".join(f"{group.name} ({epsilon})" for group, epsilon in zip(groups, epsilons, strict=True))
+    return Experiment(
+        name="plan",
+        about=f"{plan.clients} clients who chose among {levels}, by the weights of `fedhdp plan`.",
+        rounds=plan.rounds,
+        delta=plan.delta,
+        data=HandwritingConfig(clients=plan.clients),
+        model=MlpConfig(hidden=hidden),
+        mechanism=MechanismConfig(groups, plan.mechanism.clip),
+        variants=(*BASELINES, Variant("FedHDP", "fedhdp")),
+        training=PAPER_TRAINING,
+    )
+
+
+EXPERIMENTS: dict[str, Callable[[], Experiment]] = {
+    "quickstart": quickstart,
+    "skewed": skewed,
+    "by-writer": by_writer,
+    "three-levels": three_levels,
+    "letters": letters,
+}

@@ -19,7 +19,8 @@ import tomli_w
 
 from fedhdp.client import LocalTraining
 from fedhdp.errors import ConfigError, require
-from fedhdp.experiments.config import format_validation_error, without_none
+from fedhdp.experiments.config import FIELDS, without_none
+from fedhdp.experiments.errors import config_error
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, PrivacyGroup
 from fedhdp.privacy.budget import OnBudgetExhausted
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig, PrivacyLevel
@@ -107,7 +108,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         try:
             return msgspec.convert(fields, Deployment)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"run_config: {format_validation_error(str(error), fields)}") from error
+            raise config_error(error, fields, FIELDS, "run_config") from error
 
     @classmethod
     def from_app(cls, path: Path, **changes: Any) -> Deployment:

@@ -171,15 +171,7 @@ def parse_enrollment(reply: Message) -> Enrollment:
 
 
 def request_message(kind: str, node: int, model: ArrayRecord, request: RoundRequest, ttl: float) -> Message:
-    """A message that requests training or evaluation.
-
-    Args:
-        kind: ``MessageType.TRAIN`` or ``MessageType.EVALUATE``.
-        node: The node that gets it.
-        model: The global model.
-        request: What to do, and what is promised.
-        ttl: Seconds after which a reply does not count.
-    """
+    """A message that requests training or evaluation, by ``kind``; ``ttl`` is its time to live in seconds."""
     content = RecordDict({"global": model, "request": _to_config(request)})
     return Message(content, node, kind, ttl=ttl, group_id=str(request.round))
 
@@ -290,16 +282,7 @@ class MatchedReplies(NamedTuple):
 
 
 def send_and_gather(grid: Grid, messages: Sequence[Message], timeout_seconds: float) -> list[Message]:
-    """Send messages and poll for replies until all are there or the time is up.
-
-    Args:
-        grid: Flower's connection to the nodes.
-        messages: One for each client.
-        timeout_seconds: How long to poll.
-
-    Returns:
-        The replies, in any order.
-    """
+    """Send messages and poll for replies, in any order, until all are there or the time is up."""
     if not messages:
         return []
     waiting = {message_id for message_id in grid.push_messages(messages) if message_id}  # unsent messages have no id
@@ -321,7 +304,7 @@ def match_replies(client_of: Mapping[str, str], replies: Iterable[Message]) -> M
     The sender in a reply is not used: error replies that the SuperLink makes for a client carry the wrong one.
 
     Args:
-        client_of: The client that each message was sent to, by the message's id.
+        client_of: The client of each message that was sent, by the message's id.
         replies: The replies.
     """
     matched = MatchedReplies({}, {}, [], 0)

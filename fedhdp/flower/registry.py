@@ -77,7 +77,7 @@ class Registry:
                 return
             if len(self.members) != logged:
                 logged = len(self.members)
-                log(INFO, "%d clients are enrolled; the first round needs %d", logged, required)
+                log(INFO, "clients enrolled: %d; the first round needs %d", logged, required)
             time.sleep(poll_seconds)
 
     def wait_for_reachable_client(self, grid: Grid, poll_seconds: float = 1.0) -> None:

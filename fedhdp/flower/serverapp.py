@@ -21,7 +21,6 @@ from flwr.app import ConfigRecord, Context
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
-import fedhdp
 from fedhdp.errors import ModelError, RunError
 from fedhdp.flower.config import Deployment
 from fedhdp.flower.protocol import Arrays, array_shapes, send_and_gather, to_record, unflatten
@@ -30,6 +29,7 @@ from fedhdp.flower.strategy import FedHDP
 from fedhdp.privacy.budget import BudgetExhausted, DeploymentBilling, Segment
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results import store
+from fedhdp.results.provenance import provenance
 from fedhdp.results.schema import Summary, VariantResult, account_groups, attach_metrics
 from fedhdp.results.store import RunDirectory, VariantDirectory
 from fedhdp.results.tables import format_table
@@ -90,9 +90,9 @@ def run_deployment(grid: Grid, deployment: Deployment, initial_arrays: Arrays, s
     _check_model(initial_arrays)
     out = Path(deployment.out)
     with _open_run(out, deployment) as directory, Ledger(deployment.ledger) as ledger:
-        if (out / store.SUMMARY).exists():
+        if (out / store.SUMMARY_FILE).exists():
             log(WARNING, "%s holds a finished run", out)
-            return store.read_value(out / store.SUMMARY, Summary)
+            return store.read_value(out / store.SUMMARY_FILE, Summary)
         variant = directory.variant(VARIANT)
         result = variant.result()
         if result is None:
@@ -102,23 +102,15 @@ def run_deployment(grid: Grid, deployment: Deployment, initial_arrays: Arrays, s
             billing = start_billing(deployment, ledger, directory.id, record.segments, record.dropped_groups)
             strategy = FedHDP(deployment, registry, billing, directory.id, initial_arrays, score)
             result = _run(grid, strategy, variant, checkpoint)
-        summary = Summary(deployment.name, result.seconds, [result], fedhdp.__version__)
-        store.write_value(out / store.SUMMARY, summary)
+        summary = Summary(deployment.name, result.seconds, [result], *provenance())
+        store.write_value(out / store.SUMMARY_FILE, summary)
         return summary
 
 
 def start_billing(
     deployment: Deployment, ledger: Ledger, run: str, segments: Iterable[Segment] = (), dropped: Iterable[str] = ()
 ) -> DeploymentBilling:
-    """The billing of a deployment's run.
-
-    Args:
-        deployment: The configuration.
-        ledger: The ledger to charge.
-        run: The run's id.
-        segments: The segments so far, from a checkpoint.
-        dropped: The groups dropped so far.
-    """
+    """The billing of a deployment's run, from the segments and dropped groups of a checkpoint."""
     return DeploymentBilling(
         ledger,
         run,
@@ -145,10 +137,10 @@ def _check_model(arrays: Arrays) -> None:
 
 
 def _open_run(out: Path, deployment: Deployment) -> RunDirectory:
-    if not (out / store.EXPERIMENT).exists():
+    if not (out / store.EXPERIMENT_FILE).exists():
         return RunDirectory.create(out, deployment.to_toml())
     directory = RunDirectory.open(out)
-    previous = Deployment.from_toml((out / store.EXPERIMENT).read_text(encoding="utf-8"))
+    previous = Deployment.from_toml((out / store.EXPERIMENT_FILE).read_text(encoding="utf-8"))
     if changed := deployment.changed_fields(previous):
         directory.__exit__()
         raise RunError(f"{out} holds a run with another {', '.join(changed)}; choose another out", "out", out)
@@ -166,16 +158,16 @@ def _run(
         _restore(strategy, checkpoint)
         log(INFO, "resuming after round %d", strategy.round)
     strategy.admit(grid)
-    variant.restart_history(variant.history(until=strategy.round) if checkpoint else [])
+    variant.rewrite_history(variant.history(until=strategy.round) if checkpoint else [])
 
     def save_checkpoint() -> None:
-        variant.keep_checkpoint(_state_arrays(strategy) | {"seconds": np.array(time.monotonic() - started)})
+        variant.save_checkpoint(_state_arrays(strategy) | {"seconds": np.array(time.monotonic() - started)})
 
     save_checkpoint()
     stopped = _run_rounds(grid, strategy, variant, save_checkpoint)
     _evaluate(grid, strategy, variant)
     deployment, billing, seconds = strategy.deployment, strategy.billing, time.monotonic() - started
-    groups = account_groups(billing.full_mechanism, billing.spent, deployment.delta_of)
+    groups = account_groups(billing.full_mechanism, billing.costs, deployment.delta_of)
     result = VariantResult(VARIANT, "fedhdp", strategy.round, seconds, deployment.repeatable, groups, stopped=stopped)
     result = attach_metrics(result, variant.history())
     variant.finish(_named_parameters(strategy), result)

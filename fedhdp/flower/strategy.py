@@ -134,8 +134,7 @@ class FedHDP(Strategy):
         self.registry.wait_for_reachable_client(grid)
         self.admit(grid)
         cohort = self._sample_cohort(self.billing.charge_next())
-        every = self.deployment.evaluate_every
-        evaluate = bool(every and self.round and self.round % every == 0)
+        evaluate = self._is_due(self.deployment.evaluate_every)
         return self._make_requests(MessageType.TRAIN, cohort, arrays, evaluate)
 
     def aggregate_train(
@@ -143,22 +142,15 @@ class FedHDP(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Clip and sum the updates, add noise, move the model and the clip."""
         assert self.state is not None
-        mechanism = self.billing.mechanism
-        groups, params = [group.name for group in mechanism.groups], mechanism.round_params
-        sums = Sums(jnp.zeros_like(self.state.theta_P), jnp.float32(0), jnp.zeros(len(groups), jnp.int32))
-        scores: dict[str, dict[str, float]] = {}
-        reply_counts = Counter[str]()
-        for pending, reply in self._valid_replies(replies, is_training=True):
-            group = np.int32(pending.group)
-            sums = jax.tree.map(jnp.add, sums, _clip_and_sum(params, self.state.clip, reply.update_P, group))
-            scores[pending.client] = reply.scores
-            reply_counts[groups[pending.group]] += 1
-        self._count_infinite_norms(groups, sums, reply_counts)
+        params = self.billing.mechanism.round_params
+        sums, scores, reply_counts = self._clip_and_sum(params, replies)
         self.state = _finish_round(self.deployment.server, params, self.state, sums, self._noise_key())
         self.billing.completed()
         self.metric_rows = self._score_rows(scores)  # of the model that was sent, so before the round is counted
         self.round += 1
-        self.metric_rows += self._round_rows(reply_counts) + self._server_rows_if_due()
+        self.metric_rows += self._round_rows(reply_counts)
+        if self._is_due(self.deployment.server_evaluate_every or self.deployment.evaluate_every):
+            self.metric_rows += self._server_rows()
         self._log_round(reply_counts)
         metrics = MetricRecord({"replies": reply_counts.total(), "clip": float(self.state.clip)})
         return to_record(self.model), metrics
@@ -166,14 +158,10 @@ class FedHDP(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """After the last round, request scores from all clients whose group takes part, if scores are wanted at all."""
+        """After the last round, request scores from all clients of groups that are not dropped, if clients are scored."""
         is_wanted = self.deployment.evaluate_every and server_round == self.deployment.rounds
-        groups = self.billing.mechanism.groups
-        clients = [
-            (client, group)
-            for client, group in self._clients()
-            if groups[group].name not in self.billing.dropped_groups
-        ]
+        groups, dropped = self.billing.mechanism.groups, self.billing.dropped_groups
+        clients = [(client, group) for client, group in self._clients() if groups[group].name not in dropped]
         return self._make_requests(MessageType.EVALUATE, clients if is_wanted else [], arrays, evaluate=True)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -227,6 +215,25 @@ class FedHDP(Strategy):
             self._pending.append(PendingRequest(client, number, request, message))
         return [pending.message for pending in self._pending]
 
+    def _clip_and_sum(
+        self, params: RoundParams, replies: Iterable[Message]
+    ) -> tuple[Sums, dict[str, dict[str, float]], Counter[str]]:
+        """The sums of all valid updates, the scores by client, and the number of replies that count by group."""
+        assert self.state is not None
+        groups = [group.name for group in self.billing.mechanism.groups]
+        sums = Sums(jnp.zeros_like(self.state.theta_P), jnp.float32(0), jnp.zeros(len(groups), jnp.int32))
+        scores, reply_counts = dict[str, dict[str, float]](), Counter[str]()
+        for pending, reply in self._valid_replies(replies, is_training=True):
+            one_client = _clip_and_sum(params, self.state.clip, reply.update_P, np.int32(pending.group))
+            sums = jax.tree.map(jnp.add, sums, one_client)
+            scores[pending.client] = reply.scores
+            reply_counts[groups[pending.group]] += 1
+        for name, count in zip(groups, np.asarray(sums.refused_G).tolist(), strict=True):
+            if count:  # updates of finite numbers whose norm is infinite
+                self.refused[name]["not finite"] += count
+                reply_counts[name] -= count
+        return sums, scores, reply_counts
+
     def _valid_replies(
         self, replies: Iterable[Message], is_training: bool
     ) -> Iterator[tuple[PendingRequest, ClientReply]]:
@@ -265,13 +272,6 @@ class FedHDP(Strategy):
         self.unsolicited += matched.unsolicited
         return matched
 
-    def _count_infinite_norms(self, groups: list[str], sums: Sums, reply_counts: Counter[str]) -> None:
-        """Count as refused the updates that ``clip_and_sum`` left out: finite numbers with an infinite norm."""
-        for name, count in zip(groups, np.asarray(sums.refused_G).tolist(), strict=True):
-            if count:
-                self.refused[name]["not finite"] += count
-                reply_counts[name] -= count
-
     def _score_rows(self, scores: dict[str, dict[str, float]]) -> list[MetricRow]:
         """The clients' scores by group; for a group of one client, this is the client's own score."""
         group_of, names = dict(self._clients()), [group.name for group in self.billing.mechanism.groups]
@@ -283,10 +283,6 @@ class FedHDP(Strategy):
                 score_K = np.array([scores[client][model] for client in clients])
                 rows += group_rows(self.round, model, names, group_K, score_K)
         return rows
-
-    def _server_rows_if_due(self) -> list[MetricRow]:
-        every = self.deployment.server_evaluate_every or self.deployment.evaluate_every
-        return self._server_rows() if every and self.round % every == 0 else []
 
     def _server_rows(self) -> list[MetricRow]:
         if self.score is None or self._last_scored_round == self.round:
@@ -322,6 +318,10 @@ class FedHDP(Strategy):
         if self._absences:
             parts.append(", ".join(f"{count} {reason}" for reason, count in sorted(self._absences.items())))
         log(INFO, "round %d/%d: %s", self.round, self.deployment.rounds, "; ".join(parts))
+
+    def _is_due(self, every: int) -> bool:
+        """Whether something that happens every so many rounds is due after this round; 0: never."""
+        return every > 0 and self.round > 0 and self.round % every == 0
 
     def _noise_key(self) -> jax.Array:
         seed = self.deployment.noise_seed

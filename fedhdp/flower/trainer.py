@@ -1,6 +1,6 @@
-"""Trainers for models of ``models.py``: one client through the same ``client_updates`` as the simulator's chunks.
+"""Trainers for ``fedhdp.Model``: one client's round with the simulator's own ``client_updates``.
 
-Axis letters: M examples of the client, N examples.
+Axis letters as in ``engine/chunk.py``; M examples of the client, N examples.
 """
 
 from __future__ import annotations
@@ -17,28 +17,42 @@ from fedhdp.client import LocalTraining, as_floats, shuffle
 from fedhdp.engine import kernels
 from fedhdp.engine.chunk import Clients, client_updates
 from fedhdp.engine.low_rank import parametrize
+from fedhdp.errors import ModelError
 from fedhdp.flower.clientapp import Trainer
-from fedhdp.flower.protocol import Arrays
+from fedhdp.flower.protocol import Arrays, array_shapes
 from fedhdp.models import Model, Parameters, take, use_conv_relu_pool
 from fedhdp.rng import BATCHES, MODEL, stream
 
 
-def named(parameters: Parameters) -> Arrays:
-    """A model's parameters as arrays named by where they stand in it."""
+def to_arrays(parameters: Parameters) -> Arrays:
+    """A model's parameters as arrays, named by their path in it."""
     leaves, _ = jax.tree.flatten_with_path(parameters)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
+    return {_name(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def to_parameters(model: Model, arrays: Arrays) -> Parameters:
+    """Named arrays as a model's parameters.
+
+    Raises:
+        ModelError: If their names or shapes are not the model's.
+    """
+    leaves, tree = jax.tree.flatten_with_path(jax.eval_shape(model.init, jax.random.key(0)))
+    expected, shapes = {_name(path): leaf.shape for path, leaf in leaves}, array_shapes(arrays)
+    if shapes != expected:
+        raise ModelError(f"arrays must have the model's shapes {expected}, got {shapes}", "arrays", shapes)
+    return jax.tree.unflatten(tree, [jnp.asarray(arrays[name]) for name in expected])
 
 
 def initial_arrays(model: Model, seed: int) -> Arrays:
-    """The model before the first round: the simulator's, under the same seed."""
-    return named(model.init(_key(seed, MODEL, 0)))
+    """The initial model; the simulator's for the same seed."""
+    return to_arrays(model.init(_key(seed, MODEL, 0)))
 
 
 def scorer(model: Model, x_N: np.ndarray, y_N: np.ndarray) -> Callable[[Arrays], float]:
-    """How good a model is on these examples."""
+    """A function that returns a model's mean score on these examples."""
 
     def score(arrays: Arrays) -> float:
-        outputs_N = model.apply(_parameters(model, arrays), as_floats(jnp.asarray(x_N)), None)
+        outputs_N = model.apply(to_parameters(model, arrays), as_floats(jnp.asarray(x_N)), None)
         return float(jnp.mean(model.score(outputs_N, jnp.asarray(y_N))))
 
     return score
@@ -52,17 +66,27 @@ def jax_trainer(
     test: tuple[np.ndarray, np.ndarray] | None = None,
     batches: tuple[int, int] | None = None,
 ) -> Trainer:
-    """A trainer for one client's examples; ``batches``: a seed and the client's number, for batches like a simulator's."""
+    """A trainer that computes what the simulator computes for a client.
+
+    Args:
+        model: The model.
+        training: The local training; without ``personalize`` there is no personal model.
+        x_M: The inputs of the client's training examples.
+        y_M: Their labels.
+        test: Inputs and labels of the client's test examples, if it has any.
+        batches: A seed and the client's number, for the simulator's batches; default: random batches.
+    """
 
     def fit(parameters: Arrays, personal: Arrays, pull: float, round: int) -> tuple[Arrays, Arrays | None]:
-        theta = _parameters(model, parameters)
-        own = _parameters(model, personal) if training.personalize else None
+        theta = to_parameters(model, parameters)
+        personal_theta = to_parameters(model, personal) if training.personalize else None
         seed, number = batches if batches is not None else (secrets.randbits(31), 0)
         key = jax.random.fold_in(_key(seed, BATCHES, round), number)
         rates = jnp.array(training.rates(round), jnp.float32)
-        update, own = _compile(model, training)(theta, own, x_M, y_M, jnp.float32(pull), key, rates)
+        train = _compile(model, training)
+        update, personal_theta = train(theta, personal_theta, x_M, y_M, jnp.float32(pull), key, rates)
         trained = jax.tree.map(jnp.add, theta, update)
-        return named(trained), None if own is None else named(own)
+        return to_arrays(trained), None if personal_theta is None else to_arrays(personal_theta)
 
     return Trainer(fit, None if test is None or not len(test[1]) else scorer(model, *test))
 
@@ -92,14 +116,8 @@ def _compile(model: Model, training: LocalTraining) -> Callable:
     return jax.jit(train)
 
 
-def _parameters(model: Model, arrays: Arrays) -> Parameters:
-    """Named arrays as the model's parameters; arrays of other names or shapes are refused."""
-    like = jax.eval_shape(model.init, jax.random.key(0))
-    leaves, tree = jax.tree.flatten_with_path(like)
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    if set(names) != set(arrays) or any(arrays[name].shape != leaf.shape for name, (_, leaf) in zip(names, leaves)):
-        raise ValueError(f"arrays {sorted(arrays)} are not this model's, {names}")
-    return jax.tree.unflatten(tree, [jnp.asarray(arrays[name]) for name in names])
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _key(seed: int, purpose: int, round: int) -> jax.Array:

@@ -45,17 +45,10 @@ MIN_NOISE_MULTIPLIER = 1e-2  # less noise is accounted as none
 
 
 class PrivacyCost(NamedTuple):
-    """What rounds cost a group.
+    """What rounds cost a group."""
 
-    Attributes:
-        noise_multiplier: The noise as a multiple of the L2 sensitivity to one neighbouring change.
-        sampling_rate: The probability that a client takes part in a round.
-        sampling: ``poisson`` or ``fixed``.
-        rounds: How many rounds.
-    """
-
-    noise_multiplier: float
-    sampling_rate: float
+    noise_multiplier: float  # a multiple of the L2 sensitivity to one neighbouring change
+    sampling_rate: float  # the probability that a client takes part in a round
     sampling: str
     rounds: int = 1
 
@@ -93,12 +86,7 @@ class EpsilonReport(msgspec.Struct, frozen=True):
 
 
 def format_epsilon(epsilon: float, places: int | None = None) -> str:
-    """An epsilon as text, rounded up.
-
-    Args:
-        epsilon: The epsilon.
-        places: How many decimal places; None gives four significant digits.
-    """
+    """An epsilon as text, rounded up to decimal places or, by default, to four significant digits."""
     if epsilon == math.inf:
         return "∞"
     exact = Decimal(repr(epsilon))
@@ -119,16 +107,7 @@ def is_accounting_installed() -> bool:
 
 
 def privacy_cost(mechanism: Mechanism, group: PrivacyGroup, rounds: int = 1) -> PrivacyCost:
-    """What rounds of a mechanism cost a group, for update and clip bit together.
-
-    Args:
-        mechanism: The mechanism.
-        group: One of its groups.
-        rounds: How many rounds.
-
-    Raises:
-        InvalidValueError: If ``rounds`` is negative.
-    """
+    """What rounds of a mechanism cost one of its groups, for update and clip bit together."""
     require(rounds >= 0, "rounds", rounds, "at least 0")
     noise_multiplier = mechanism.accounted_noise_multiplier(group)
     return PrivacyCost(noise_multiplier, mechanism.sampling_probability(group), mechanism.sampling, rounds)
@@ -145,13 +124,7 @@ def without_noise(costs: Mapping[str, PrivacyCost]) -> dict[str, PrivacyCost]:
 
 
 def gaussian_cost(noise_multiplier: float, sampling_rate: float, rounds: int, sampling: str) -> PrivacyCost:
-    """What rounds cost whose numbers are given.
-
-    Args:
-        noise_multiplier: The noise as a multiple of the L2 sensitivity (``fixed``: of two clips).
-        sampling_rate: The probability that a client takes part in a round.
-        rounds: How many rounds.
-        sampling: ``poisson`` or ``fixed``.
+    """What rounds cost whose numbers are given: the fields of ``PrivacyCost``, checked.
 
     Raises:
         InvalidValueError: If a value is out of range.
@@ -310,24 +283,17 @@ def within_budget(costs: Iterable[PrivacyCost], budget: Budget) -> bool:
     """Whether costs together stay within a budget, even if later rounds were chosen after seeing earlier ones.
 
     It is computed by Renyi accounting, which holds for such choices (Feldman & Zrnic, 2021; Lecuyer, 2021) and is fast.
-
-    Args:
-        costs: What was charged, and what is to be charged.
-        budget: The budget.
     """
     return compose(costs, budget.delta, "rdp") <= budget.epsilon
 
 
 def rounds_left(costs: Iterable[PrivacyCost], round_cost: PrivacyCost, budget: Budget) -> float:
-    """How many more rounds a budget allows.
+    """How many more rounds a budget allows: a whole number, or infinity where rounds are free or the budget infinite.
 
     Args:
         costs: What was charged.
         round_cost: What one more round costs.
         budget: The budget.
-
-    Returns:
-        A whole number, or infinity where rounds are free or the budget is infinite.
     """
     charged = tuple(costs)
     if round_cost.free or budget.epsilon == math.inf:

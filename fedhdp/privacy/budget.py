@@ -28,6 +28,15 @@ from fedhdp.privacy.accounting import (
 )
 from fedhdp.privacy.ledger import Budget, BudgetError, Ledger
 
+__all__ = [
+    "Budget",
+    "BudgetExhausted",
+    "DeploymentBilling",
+    "OnBudgetExhausted",
+    "RunBilling",
+    "Segment",
+    "drop_groups",
+]
 OnBudgetExhausted = Literal["stop", "drop_group"]
 
 
@@ -98,25 +107,17 @@ class RunBilling:
         return mechanisms
 
     def epsilon(self, rounds: int) -> dict[str, float]:
-        """Each group's epsilon after some rounds of this run, over all runs of the ledger where there is one.
-
-        Args:
-            rounds: The rounds completed in this run.
+        """Each group's epsilon after so many rounds of this run, over all runs of the ledger where there is one.
 
         Returns:
             Epsilons by group; infinity without noise. Empty where dp-accounting is not installed.
         """
-        if not is_accounting_installed():
-            return {}
-        return {
-            group.name: math.inf
-            if self.mechanism.effective_noise_multiplier(group) == 0
-            else compose(
-                self._run_costs(group.name, rounds) if self.ledger is None else self.ledger.costs(group.name),
-                self.delta_of(group.name),
-            )
-            for group in self.mechanism.groups
-        }
+        epsilons = {}
+        for group in self.mechanism.groups if is_accounting_installed() else ():
+            costs = self._run_costs(group.name, rounds) if self.ledger is None else self.ledger.costs(group.name)
+            has_noise = self.mechanism.effective_noise_multiplier(group) > 0
+            epsilons[group.name] = compose(costs, self.delta_of(group.name)) if has_noise else math.inf
+        return epsilons
 
     def rounds_left(self) -> dict[str, float]:
         """How many more rounds the budgets allow, for the groups that have one."""
@@ -131,12 +132,7 @@ class RunBilling:
         }
 
     def costs(self, group: str, rounds: int) -> tuple[PrivacyCost, ...]:
-        """What this run has cost a group, replayed rounds included; for a repeatable run, as if it were not.
-
-        Args:
-            group: The group's name.
-            rounds: The rounds completed in this run.
-        """
+        """What so many rounds of this run have cost a group, replayed rounds included; as if it were not repeatable."""
         if self.ledger is None or self.repeatable:
             return self._run_costs(group, rounds)
         return self.ledger.costs(group, self.run)
@@ -201,10 +197,7 @@ class DeploymentBilling:
         return self._build_mechanism(Counter(self._members.values()))
 
     def admit(self, members: Mapping[str, str]) -> None:
-        """Run the next rounds with these clients.
-
-        Args:
-            members: The level of each client.
+        """Run the next rounds with these clients, each with its level.
 
         Raises:
             LedgerError: If the ledger refuses them, or has charged fewer rounds than are completed.
@@ -245,7 +238,7 @@ class DeploymentBilling:
         """How many rounds of this run are charged, also those that were run again after a crash."""
         return self.ledger.charged_rounds(f"{self.run}/")
 
-    def spent(self, level: str) -> list[PrivacyCost]:
+    def costs(self, level: str) -> list[PrivacyCost]:
         """What this run has cost the clients of a level; for a repeatable run, as if it were not."""
         if self.repeatable:
             return [
@@ -278,15 +271,7 @@ class DeploymentBilling:
 
 
 def drop_groups(mechanism: Mechanism, names: Iterable[str]) -> Mechanism:
-    """The mechanism in which no client of some groups is sampled.
-
-    Args:
-        mechanism: The mechanism.
-        names: The names of the groups to drop.
-
-    Returns:
-        The mechanism with the same groups and a sampling rate of 0 for these.
-    """
+    """The mechanism in which no client of the groups of these names is sampled."""
     dropped = set(names)
     groups = (replace(group, sampling_rate=0.0) if group.name in dropped else group for group in mechanism.groups)
     return replace(mechanism, groups=tuple(groups))

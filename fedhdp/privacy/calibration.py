@@ -23,24 +23,16 @@ MAX_ROUNDS_PLD = 100_000  # beyond, calibration by PLD takes minutes
 class PrivacyLevel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a client can choose: a noise multiplier, or the epsilon that all rounds together may reach.
 
-    Args:
-        sampling_rate: The probability that a client takes part in a round.
-        noise_multiplier: The noise of a round; 0 opts out. Either this or ``epsilon``.
-        epsilon: The epsilon after all rounds; infinity opts out.
-        delta: The delta of ``epsilon``; None takes the experiment's or the deployment's.
-        weight: What one update counts for on the server (r).
-        pull: How strongly personal models are pulled towards the global one (lambda).
-
     Raises:
         InvalidValueError: If a value is out of range, or not exactly one of ``noise_multiplier`` and ``epsilon`` is set.
     """
 
-    sampling_rate: float
-    noise_multiplier: float | None = None
-    epsilon: float | None = None
-    delta: float | None = None
-    weight: float = 1.0
-    pull: float = 0.05
+    sampling_rate: float  # the probability that a client takes part in a round
+    noise_multiplier: float | None = None  # 0 opts out
+    epsilon: float | None = None  # after all rounds; infinity opts out
+    delta: float | None = None  # None: the experiment's or the deployment's
+    weight: float = 1.0  # what one update counts for on the server
+    pull: float = 0.05  # of personal models towards the global one
 
     def __post_init__(self) -> None:
         is_exclusive = (self.noise_multiplier is None) != (self.epsilon is None)
@@ -89,14 +81,7 @@ class MechanismConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Mechanism(groups, self.clip, self.noise, self.sampling)
 
     def build(self, rounds: int, delta: float) -> Mechanism:
-        """The mechanism that keeps every group's epsilon for this many rounds.
-
-        Args:
-            rounds: How many rounds will be run.
-            delta: The delta of groups that do not state one.
-
-        Returns:
-            The mechanism, calibrated where groups state an epsilon.
+        """The mechanism, calibrated for this many rounds where groups state an epsilon; ``delta`` is their default.
 
         Raises:
             InvalidValueError: If no noise keeps an epsilon.
@@ -153,14 +138,6 @@ def noise_multiplier_for(
     sampling: Sampling = "poisson",
 ) -> float:
     """The noise multiplier that keeps rounds within an epsilon.
-
-    Args:
-        epsilon: The epsilon to keep; infinity needs no noise.
-        sampling_rate: The probability that a client takes part in a round.
-        rounds: How many rounds.
-        delta: The delta.
-        accountant: By which epsilon is computed.
-        sampling: How cohorts are sampled.
 
     Returns:
         A multiple of the L2 sensitivity (``fixed``: of two clips) whose epsilon is at most ``epsilon`` and within 1% of

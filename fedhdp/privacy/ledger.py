@@ -32,11 +32,7 @@ from fedhdp.privacy.accounting import PrivacyCost, within_budget
 
 
 class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The epsilon that a group may reach over all runs of a ledger, at a delta.
-
-    Raises:
-        InvalidValueError: If epsilon is negative, or delta not between 0 and 1.
-    """
+    """The epsilon that a group may reach over all runs of a ledger, at a delta."""
 
     epsilon: float
     delta: float
@@ -50,12 +46,7 @@ class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BudgetError(LedgerError):
-    """A charge that would exceed budgets; nothing was charged.
-
-    Args:
-        message: One line.
-        groups: The groups whose budgets it would exceed.
-    """
+    """A charge that would exceed the budgets of ``groups``; nothing was charged."""
 
     def __init__(self, message: str, groups: tuple[str, ...]) -> None:
         super().__init__(message, "budget", groups)
@@ -123,16 +114,7 @@ class Ledger(LedgerFile):
             self.check_charged(run, completed, row[1] if row else 0)
 
     def check_charged(self, run: str, completed: int, charged: int) -> None:
-        """Refuse a run that has completed more rounds than are charged.
-
-        Args:
-            run: The name of the run.
-            completed: The rounds that the run has completed.
-            charged: The rounds that this file has charged for it.
-
-        Raises:
-            LedgerError: If fewer rounds are charged than completed.
-        """
+        """Raise ``LedgerError`` if a run has completed more rounds than this file has charged for it."""
         if charged < completed:
             raise LedgerError(
                 f"{self.path}: run {run!r} has completed {completed} rounds, but only {charged} are charged: "
@@ -142,14 +124,7 @@ class Ledger(LedgerFile):
             )
 
     def check_groups(self, groups: Iterable[PrivacyGroup]) -> None:
-        """Refuse groups, before an algorithm changes them, that would bypass a promised budget under a new name.
-
-        Args:
-            groups: The groups as clients chose them.
-
-        Raises:
-            LedgerError: If a promised group is missing while another group is new.
-        """
+        """Raise ``LedgerError`` if groups, as clients chose them, would bypass a promised budget under a new name."""
         with self._transaction():
             self._check_promises(tuple(groups))
 
@@ -190,45 +165,24 @@ class Ledger(LedgerFile):
     def promise(self, group: str, epsilon: float, delta: float) -> None:
         """Give a group a budget for all its runs, before its first run or later.
 
-        Args:
-            group: The group's name.
-            epsilon: The epsilon that it may reach.
-            delta: The delta of that epsilon.
-
         Raises:
             InvalidValueError: If a value is out of range.
             LedgerError: If the group has a smaller budget already: a budget is lowered, never raised.
         """
-        require(group not in ("", SERVER), "group", group, f"a name, and not {SERVER!r}")
         budget = Budget(epsilon, delta)
         with self._transaction():
-            self._db.execute("INSERT OR IGNORE INTO groups VALUES (?, 0, 0, NULL, NULL)", (group,))
-            previous = self.budget(group)
-            if previous and not (epsilon <= previous.epsilon and delta <= previous.delta):
-                raise LedgerError(
-                    f"{self.path}: group {group!r} was promised {previous}, which cannot become {budget}",
-                    "budget",
-                    budget,
-                )
-            self._db.execute("UPDATE groups SET epsilon = ?, delta = ? WHERE name = ?", (epsilon, delta, group))
+            self._set_budget(group, budget)
 
     def lower_budget(self, group: str, budget: Budget) -> None:
-        """Give a group this budget, or keep the epsilon or delta that it was promised where that is smaller.
-
-        Args:
-            group: The group's name.
-            budget: The budget.
-        """
-        previous = self.budget(group) if group in self.groups() else None
-        epsilons, deltas = zip(*((b.epsilon, b.delta) for b in (budget, previous) if b is not None), strict=True)
-        self.promise(group, min(epsilons), min(deltas))
+        """Give a group this budget, or keep the epsilon or delta that it was promised where that is smaller."""
+        with self._transaction():
+            previous = self.budget(group) if group in self.groups() else None
+            if previous is not None:
+                budget = Budget(min(budget.epsilon, previous.epsilon), min(budget.delta, previous.delta))
+            self._set_budget(group, budget)
 
     def register(self, client: str, group: str) -> str:
-        """Register a client for a group, durably.
-
-        Args:
-            client: The client's identity.
-            group: The group that it chooses.
+        """Register a client, by its identity, for a group that it chooses, durably.
 
         Returns:
             The group of the client's first registration, in which it stays.
@@ -260,20 +214,12 @@ class Ledger(LedgerFile):
             return tuple(name for (name,) in rows)
 
     def clients(self, group: str) -> range:
-        """The client numbers of a group, none before its first run.
-
-        Raises:
-            LedgerError: If the group is unknown.
-        """
+        """The client numbers of a group, none before its first run; ``LedgerError`` if it is unknown."""
         first, count = self._group_row(group, "first, clients")
         return range(first, first + count)
 
     def budget(self, group: str) -> Budget | None:
-        """The budget of a group, if it was promised one.
-
-        Raises:
-            LedgerError: If the group is unknown.
-        """
+        """The budget of a group, if it was promised one; ``LedgerError`` if it is unknown."""
         epsilon, delta = self._group_row(group, "epsilon, delta")
         return None if epsilon is None else Budget(epsilon, delta)
 
@@ -310,6 +256,16 @@ class Ledger(LedgerFile):
         if row is None:
             raise LedgerError(f"{self.path}: there is no group {group!r}", "group", group)
         return row[0], row[1]
+
+    def _set_budget(self, group: str, budget: Budget) -> None:
+        require(group not in ("", SERVER), "group", group, f"a name, and not {SERVER!r}")
+        self._db.execute("INSERT OR IGNORE INTO groups VALUES (?, 0, 0, NULL, NULL)", (group,))
+        previous = self.budget(group)
+        if previous and not (budget.epsilon <= previous.epsilon and budget.delta <= previous.delta):
+            message = f"{self.path}: group {group!r} was promised {previous}, which cannot become {budget}"
+            raise LedgerError(message, "budget", budget)
+        query = "UPDATE groups SET epsilon = ?, delta = ? WHERE name = ?"
+        self._db.execute(query, (budget.epsilon, budget.delta, group))
 
     def _is_affordable(self, group: str, cost: PrivacyCost) -> bool:
         budget = self.budget(group)

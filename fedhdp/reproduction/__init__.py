@@ -1,1 +1,1 @@
-"""The paper's tables and figures, made through the public API."""
+"""The paper's tables and figures, made through the public API of the package."""

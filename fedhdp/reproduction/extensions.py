@@ -1,8 +1,7 @@
-"""Rows of our own: what the paper's promise buys once it is spent better, and tables with more than two levels.
+"""Extensions of the paper's tables: FedHDP with other accounting, weights, server and pulls, and more than two levels.
 
-All of them sample by Poisson, for which the epsilon that the paper states really holds. One more row is one more line of
-`OURS`; its part's folder has its name. Numbers are written here, not computed, so that a run needs no accountant; tests
-compute them anew.
+All extensions sample by Poisson, for which the paper's epsilon holds. An extension is an entry of `EXTENSIONS`; its part
+has the same name. Noise and weights are constants, so that a run needs no accountant; tests recompute them.
 """
 
 from __future__ import annotations
@@ -12,71 +11,53 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from fedhdp.experiments.components import Data
-from fedhdp.experiments.config import Experiment, GroupConfig, MechanismConfig, Variant
+from fedhdp import AdaptiveClip, ServerOptimizer
+from fedhdp.errors import ConfigError
+from fedhdp.experiments.components import DataConfig
+from fedhdp.experiments.config import Experiment, Variant
 from fedhdp.experiments.presets import OPTED_OUT, PRIVATE
-from fedhdp.mechanism import AdaptiveClip, Mechanism, Sampling
-from fedhdp.reproduction import tables as paper
-from fedhdp.reproduction.tables import AVERAGED, PULLS, ROUNDS, Options, Part, Row
-from fedhdp.server import ServerOptimizer
-from fedhdp.theory.planning import PAPERS_PARAMETERS, with_optimal_weights
+from fedhdp.mechanism import Sampling
+from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
+from fedhdp.reproduction import tables
+from fedhdp.reproduction.tables import AVERAGED, PULLS, ROUNDS, TABLES, Options, Part, TableRow
+from fedhdp.theory.planning import MLP_PARAMETERS, with_optimal_weights
 
-BASE = "noniid-mnist"  # the table that they stand beneath
-PROMISE = paper.TABLES[BASE].epsilon
-PLD_NOISE = 1.401  # the least noise that PLD accounting finds enough for the promise, less than the paper's
-TUNED = (0.01, 0.025)  # the paper's best weights
-HELD_OUT = 0.2  # of each client's train examples, on which it chooses its pull
-LONGER = ServerOptimizer(average=0.95)  # a longer average
+BASE = "noniid-mnist"  # the table that has extensions
+EPSILON = TABLES[BASE].epsilon
+PLD_NOISE = 1.401  # the least noise multiplier for this epsilon by PLD accounting
+TUNED_WEIGHTS = (0.01, 0.025)  # the best of the paper
+VALIDATION = 0.2  # the share of each client's train examples on which it chooses its pull
+LONG_AVERAGE = ServerOptimizer(average=0.95)
 MOMENTUM = ServerOptimizer(learning_rate=0.3, momentum=0.9, average=0.95)
+ALL_EXTENSIONS = "extensions"  # on the command line
 
 
-class Own(NamedTuple):
-    """A row of our own: what it changes in FedHDP with the paper's numbers."""
+class Extension(NamedTuple):
+    """FedHDP with the paper's numbers and these changes."""
 
     about: str
     noise_multiplier: float | None = None  # None: the paper's
-    weights: tuple[float, ...] | None = TUNED  # None: the one that theory suggests
+    weights: tuple[float, ...] | None = TUNED_WEIGHTS  # None: the theory's
     server: ServerOptimizer = AVERAGED
-    averaged: bool = False  # its model is the average of the global models
-    held_out: float = 0.0
+    averaged: bool = False  # whether its model is the average of the global models
+    validation: float = 0.0
     pulls: tuple[float, ...] = (0.05,)
-    read_from: str | None = None  # the part that it is measured in; None: its own
+    measured_in: str | None = None  # the part with its runs; None: its own
 
 
-OURS = {
-    "poisson": Own("Poisson sampling, nothing else changed", server=LONGER),
-    "average": Own("and the average of the global models", averaged=True, read_from="poisson"),
-    "pld": Own("noise for the same epsilon by PLD", noise_multiplier=PLD_NOISE),
-    "theory": Own("the weight that theory suggests", weights=None),
-    "momentum": Own("momentum on the server", server=MOMENTUM),
-    "chosen-pull": Own("each client chooses its pull on a fifth of its data", held_out=HELD_OUT, pulls=PULLS),
-    "together": Own("all of the above", PLD_NOISE, None, MOMENTUM, True, HELD_OUT, PULLS),
-    "together-tuned": Own("PLD, the average and momentum, at the paper's weights", PLD_NOISE, TUNED, MOMENTUM, True),
+EXTENSIONS = {
+    "poisson": Extension("Poisson sampling, nothing else changed", server=LONG_AVERAGE),
+    "average": Extension("and the average of the global models", averaged=True, measured_in="poisson"),
+    "pld": Extension("noise for the same epsilon by PLD", noise_multiplier=PLD_NOISE),
+    "theory": Extension("the weight of theory", weights=None),
+    "momentum": Extension("momentum on the server", server=MOMENTUM),
+    "chosen-pull": Extension("each client chooses its pull on a fifth of its data", validation=VALIDATION, pulls=PULLS),
+    "together": Extension("all of the above", PLD_NOISE, None, MOMENTUM, True, VALIDATION, PULLS),
+    "together-tuned": Extension(
+        "PLD, the average and momentum, at the paper's weights", PLD_NOISE, TUNED_WEIGHTS, MOMENTUM, True
+    ),
 }
-
-
-def own_part(name: str, data: Data, personal: bool = True, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
-    """One row of our own as an experiment."""
-    own, table = OURS[name], paper.TABLES[BASE]
-    opted_out, private = paper.groups_of(table, data)
-    if own.noise_multiplier is not None:
-        private = replace(private, noise_multiplier=own.noise_multiplier)
-    groups = (opted_out, private)
-    mechanism = MechanismConfig(groups, AdaptiveClip(initial=table.clip))
-    weights = own.weights or _weights(mechanism, "shared")[1:]
-    held = replace(data, validation=own.held_out) if own.held_out else data
-    variants = paper.variants_of([Row("fedhdp", weight) for weight in weights], own.pulls if personal else ())
-    others = {"server": own.server, "rounds": rounds, "seed": seed, "about": own.about}
-    return paper.experiment(BASE, name, held, mechanism, variants, **others)
-
-
-def _weights(mechanism: MechanismConfig, noise: str) -> tuple[float, ...]:
-    """The weights that theory suggests for the paper's rounds and network, to two digits."""
-    chosen: Mechanism = replace(mechanism.build(ROUNDS, 1e-4), noise=noise)
-    return tuple(float(f"{g.weight:.2g}") for g in with_optimal_weights(chosen, ROUNDS, PAPERS_PARAMETERS).groups)
-
-
-LEVELS = {  # name, share of the clients, noise multiplier
+LEVEL_TABLES = {  # name, share of the clients, noise multiplier of each level
     "three": ((OPTED_OUT, 0.05, 0.0), ("relaxed", 0.45, 0.75), ("strict", 0.5, 3.0)),
     "five": (
         (OPTED_OUT, 0.05, 0.0),
@@ -88,79 +69,140 @@ LEVELS = {  # name, share of the clients, noise multiplier
 }
 
 
-def levels_part(name: str, data: Data, sampling: Sampling, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
+def extension_part(
+    name: str, data: DataConfig, personal: bool = True, rounds: int = ROUNDS, seed: int = 0
+) -> Experiment:
+    """An extension as an experiment.
+
+    Args:
+        name: A key of `EXTENSIONS`.
+        data: The data of the table.
+        personal: Whether personal models are trained.
+        rounds: The number of rounds.
+        seed: The seed.
+
+    Returns:
+        The experiment.
+    """
+    extension, table = EXTENSIONS[name], TABLES[BASE]
+    opted_out, private = tables.groups_of(table, data)
+    if extension.noise_multiplier is not None:
+        private = replace(private, noise_multiplier=extension.noise_multiplier)
+    mechanism = MechanismConfig((opted_out, private), AdaptiveClip(initial=table.clip))
+    weights = extension.weights or _theory_weights(mechanism, "shared")[1:]
+    if extension.validation:
+        data = replace(data, validation=extension.validation)
+    rows = [TableRow("fedhdp", weight) for weight in weights]
+    variants = tables.variants_of(rows, extension.pulls if personal else ())
+    fields = {"server": extension.server, "rounds": rounds, "seed": seed, "about": extension.about}
+    return tables.make_experiment(BASE, name, data, mechanism, variants, **fields)
+
+
+def _theory_weights(mechanism: MechanismConfig, noise: str) -> tuple[float, ...]:
+    """The theory's weights for the paper's rounds and network, to two digits."""
+    promise = replace(mechanism.build(ROUNDS, 1e-4), noise=noise)
+    return tuple(float(f"{g.weight:.2g}") for g in with_optimal_weights(promise, ROUNDS, MLP_PARAMETERS).groups)
+
+
+def levels_part(name: str, data: DataConfig, sampling: Sampling, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
     """Several privacy levels as an experiment: the baselines, and FedHDP with shared noise and with noise per group."""
-    table = paper.TABLES[BASE]
+    table = TABLES[BASE]
     groups = tuple(
         GroupConfig(level, round(share * data.clients), sampling_rate=table.sampling_rate, noise_multiplier=noise)
-        for level, share, noise in LEVELS[name]
+        for level, share, noise in LEVEL_TABLES[name]
     )
     mechanism = MechanismConfig(groups, AdaptiveClip(initial=table.clip), sampling=sampling)
     names = [group.name for group in groups]
-    weights = {noise: dict(zip(names, _weights(mechanism, noise))) for noise in ("shared", "per_group")}
+    shared, per_group = (
+        dict(zip(names, _theory_weights(mechanism, noise), strict=True)) for noise in ("shared", "per_group")
+    )
     variants = (
-        *(Variant(label, algorithm) for algorithm, label in paper.LABELS.items()),
-        Variant("FedHDP, shared noise", "fedhdp", weights["shared"], noise="shared"),
-        Variant("FedHDP, noise per group", "fedhdp", weights["per_group"], noise="per_group"),
+        *(Variant(label, algorithm) for algorithm, label in tables.LABELS.items()),
+        Variant("FedHDP, shared noise", "fedhdp", shared, noise="shared"),
+        Variant("FedHDP, noise per group", "fedhdp", per_group, noise="per_group"),
     )
     about = f"{name} privacy levels on non-IID MNIST"
-    return paper.experiment("levels", name, data, mechanism, variants, rounds=rounds, seed=seed, about=about)
+    return tables.make_experiment("levels", name, data, mechanism, variants, rounds=rounds, seed=seed, about=about)
 
 
-def parts(
-    name: str, asked: str | None = None, seeds: Iterable[int] = (0,), options: Options | None = None
+def make_parts(
+    name: str, row_names: str | None = None, seeds: Iterable[int] = (0,), options: Options | None = None
 ) -> list[Part]:
-    """All that is run for a table: the rows that are asked for, or the paper's and ours, seed by seed."""
+    """The parts of a table, seed by seed.
+
+    Args:
+        name: The table.
+        row_names: The rows, comma-separated; default all of the table.
+        seeds: The seeds.
+        options: How all parts are run.
+
+    Returns:
+        The parts in the order in which they are run.
+
+    Raises:
+        ConfigError: If there is no such table or row.
+    """
     options = options or Options()
-    rows, own = rows_of(name, asked)
-    data = paper.choose_data(paper.TABLES[BASE if name == "levels" else name].choices, options.data)
-    rounds, found = options.rounds, []
+    rows, extensions = parse_rows(name, row_names)
+    data = tables.choose_data(TABLES[BASE if name == "levels" else name].sources, options.data)
+    experiments = []
     for seed in seeds:
         if rows:
             sampling = options.sampling or "fixed"
-            part = paper.paper_part(name, rows, data, sampling, options.pulls, rounds=rounds, seed=seed)
-            found.append(Part(seed, "paper", part))
-        for one in own:
+            fields = {"rounds": options.rounds, "seed": seed}
+            experiments.append(tables.paper_part(name, rows, data, sampling, options.pulls, **fields))
+        for part in extensions:
             if name == "levels":
-                part = levels_part(one, data, options.sampling or "poisson", rounds, seed)
+                experiments.append(levels_part(part, data, options.sampling or "poisson", options.rounds, seed))
             else:
-                part = own_part(one, data, bool(options.pulls), rounds, seed)
-            found.append(Part(seed, one, part))
-    return [part._replace(experiment=paper.as_asked(part.experiment, options)) for part in found]
+                experiments.append(extension_part(part, data, bool(options.pulls), options.rounds, seed))
+    return [Part(e.seed, e.name.partition("/")[2], tables.apply_options(e, options)) for e in experiments]
 
 
-def rows_of(name: str, asked: str | None) -> tuple[list[Row], list[str]]:
-    """The paper's rows and the parts of our own that are asked for; by default all of the table's."""
-    known = [*paper.TABLES, "levels"]
-    if name not in known:
-        raise ValueError(f"there is no table {name!r}; there are {', '.join(known)}")
-    theirs = [] if name == "levels" else paper.paper_rows(paper.TABLES[name])
-    ours = list(LEVELS) if name == "levels" else list(OURS) if name == BASE else []
-    if asked is None:
-        return theirs, _parts_of(ours)
-    rows: list[Row] = []
-    own: list[str] = []
-    for word in (word.strip() for word in asked.split(",")):
-        row = None if name == "levels" else paper.row_named(word)
+def parse_rows(name: str, row_names: str | None) -> tuple[list[TableRow], list[str]]:
+    """The paper's rows and the parts of extensions with these names.
+
+    Args:
+        name: The table.
+        row_names: Comma-separated names; None for all of the table.
+
+    Returns:
+        The paper's rows, and the names of the extensions' parts, each once.
+
+    Raises:
+        ConfigError: If there is no such table or row.
+    """
+    table_names = [*TABLES, "levels"]
+    if name not in table_names:
+        raise ConfigError(f"there is no table {name!r}; there are {', '.join(table_names)}", "TABLE", name)
+    paper_rows = [] if name == "levels" else tables.paper_rows(TABLES[name])
+    extensions = list(LEVEL_TABLES) if name == "levels" else list(EXTENSIONS) if name == BASE else []
+    if row_names is None:
+        return paper_rows, _parts_of(extensions)
+    rows: list[TableRow] = []
+    parts: list[str] = []
+    for word in (word.strip() for word in row_names.split(",")):
+        row = None if name == "levels" else tables.parse_row(word)
         if row is not None:
             rows.append(row)
-        elif word == "paper" and theirs:
-            rows += theirs
-        elif word == "ours" and ours:
-            own += ours
-        elif word in ours:
-            own.append(word)
+        elif word == "paper" and paper_rows:
+            rows += paper_rows
+        elif word == ALL_EXTENSIONS and extensions:
+            parts += extensions
+        elif word in extensions:
+            parts.append(word)
         else:
-            raise ValueError(f"there is no row {word!r} in {name}; there are {', '.join(_known(theirs, ours))}")
-    return list(dict.fromkeys(rows)), _parts_of(own)
+            choices = ", ".join(_row_names(paper_rows, extensions))
+            raise ConfigError(f"there is no row {word!r} in {name}; there are {choices}", "--rows", word)
+    return list(dict.fromkeys(rows)), _parts_of(parts)
 
 
-def _parts_of(own: list[str]) -> list[str]:
-    """Each once; a row that is read from another's part is run there."""
-    return list(dict.fromkeys(OURS[name].read_from or name if name in OURS else name for name in own))
+def _parts_of(names: list[str]) -> list[str]:
+    """The parts that these extensions are measured in, each once."""
+    return list(dict.fromkeys(EXTENSIONS[name].measured_in or name if name in EXTENSIONS else name for name in names))
 
 
-def _known(theirs: list[Row], ours: list[str]) -> list[str]:
-    weights = ", ".join(f"{row.weight:g}" for row in theirs if row.weight is not None)
-    papers = ["paper", *paper.BASELINES, f"fedhdp:R (the paper has R = {weights})"] if theirs else []
-    return papers + (["ours", *ours] if ours else [])
+def _row_names(paper_rows: list[TableRow], extensions: list[str]) -> list[str]:
+    weights = ", ".join(f"{row.weight:g}" for row in paper_rows if row.weight is not None)
+    names = ["paper", *tables.BASELINES, f"fedhdp:R (the paper has R = {weights})"] if paper_rows else []
+    return names + ([ALL_EXTENSIONS, *extensions] if extensions else [])

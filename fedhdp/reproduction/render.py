@@ -1,76 +1,109 @@
-"""A compared table as text: cells, footnotes and orderings, for a terminal and for Markdown."""
+"""A compared table as text and files: cells, footnotes and claims, for terminals, Markdown and programs.
+
+OUT/table.md      for readers
+OUT/table.csv     a line for each number
+OUT/table.png     accuracy against the weight
+OUT/summary.json  everything; the other files are made from it
+"""
 
 from __future__ import annotations
 
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from fedhdp.privacy.accounting import format_epsilon, pluralize
-from fedhdp.reproduction import tables as paper
-from fedhdp.reproduction.comparison import Cell, Comparison, Line
-from fedhdp.reproduction.extensions import LEVELS
-from fedhdp.reproduction.runs import SHORT
+from fedhdp.reproduction import tables
+from fedhdp.reproduction.extensions import LEVEL_TABLES
+from fedhdp.reproduction.runs import GROUP_CODES
+from fedhdp.reproduction.summary import SUMMARY, Cell, Comparison, Line, encode_summary
+from fedhdp.results import store
 
 LEGEND = (
-    "±: half of the 95% interval of the mean over seeds; = after the paper's number: the interval holds it; "
+    "±: half of the 95% interval of the mean over seeds; = after the paper's number: the interval has it; "
     "✓ after a difference: within 1 point"
+)
+AVERAGE_NOTE = "average: the exponential average of the global models on the server's test set, at no privacy cost"
+CSV_COLUMNS = (
+    *("part", "row", "weight", "pull", "column", "mean", "sd"),
+    *("seeds", "low", "high", "paper", "difference", "covers_paper"),
 )
 
 
-def title(found: Comparison) -> list[str]:
-    """What the table is of."""
-    seeds = f"{len(found.seeds)} seed{'s' if len(found.seeds) > 1 else ''} ({', '.join(map(str, found.seeds))})"
-    lines = [f"{found.table}: {found.about}", f"data: {found.data}; {pluralize(found.rounds)}, {seeds}"]
-    return lines + ([f"not finished, and left out: {', '.join(found.unfinished)}"] if found.unfinished else [])
-
-
-class Shown(NamedTuple):
-    """A table as it is shown; wherever a block changes, a line is drawn."""
+class TextTable(NamedTuple):
+    """A table of text; rows of different blocks are separated by a line."""
 
     header: list[str]
     rows: list[list[str]]
-    blocks: list[object]
+    blocks: Sequence[object]
 
 
-def global_table(found: Comparison, wide: bool = True) -> Shown:
-    """The global model's table."""
-    lines, groups = found.global_lines, _groups(found.global_lines, "g")
-    compared = any(line.cells["acc_g"].paper is not None for line in lines if "acc_g" in line.cells)
-    header = ["global model", "Acc_g", *(["paper", "diff"] if compared else [])]
+def title(comparison: Comparison) -> list[str]:
+    """The table, its data, rounds and seeds."""
+    seeds = comparison.seeds
+    numbers = f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''} ({', '.join(map(str, seeds))})"
+    lines = [
+        f"{comparison.table}: {comparison.about}",
+        f"data: {comparison.data}; {pluralize(comparison.rounds)}, {numbers}",
+    ]
+    return lines + ([f"not finished: {', '.join(comparison.unfinished)}"] if comparison.unfinished else [])
+
+
+def global_table(comparison: Comparison, wide: bool = True) -> TextTable:
+    """The table of the global model; narrow ones have no variances and no average."""
+    lines = comparison.global_lines
+    groups = _groups(lines, "g")
+    has_paper = _has_paper(lines, "acc_g")
+    header = ["global model", "Acc_g", *(["paper", "diff"] if has_paper else [])]
     header += _group_headers("g", groups, lines, wide) + (["average"] if wide else [])
     rows = []
     for line in lines:
         server = line.cells.get("acc_g")
-        cells = [line.key.row, _ours(server), *([_papers(server), _difference(line)] if compared else [])]
-        average = [_ours(line.cells.get("average"))] if wide else []
-        rows.append([*cells, *_group_cells(line, "g", groups, lines, wide), *average])
-    return Shown(header, rows, [_block(line) for line in lines])
+        cells = [line.key.row, _format_cell(server)]
+        cells += [_format_paper(server), _format_difference(line)] if has_paper else []
+        cells += _group_cells(line, "g", groups, lines, wide)
+        rows.append(cells + ([_format_cell(line.cells.get("average"))] if wide else []))
+    return TextTable(header, rows, [_block(line) for line in lines])
 
 
-def personal_table(found: Comparison, wide: bool = True) -> Shown:
-    """The personal models' table."""
-    lines, groups = found.personal_lines, _groups(found.personal_lines, "l")
+def personal_table(comparison: Comparison, wide: bool = True) -> TextTable:
+    """The table of personal models; narrow ones have no variances."""
+    lines = comparison.personal_lines
+    groups = _groups(lines, "l")
     header = ["personal models", "λ", *_group_headers("l", groups, lines, wide)]
     rows = [[line.key.row, str(line.key.pull), *_group_cells(line, "l", groups, lines, wide)] for line in lines]
-    return Shown(header, rows, [(_block(line), line.key.part == "paper" and line.key.pull) for line in lines])
+    return TextTable(header, rows, [(_block(line), line.key.part == "paper" and line.key.pull) for line in lines])
+
+
+def claims_table(comparison: Comparison) -> TextTable:
+    """The claims, and whether they held."""
+    rows = []
+    for result in comparison.claims:
+        seeds = f", {result.seeds_held} of {result.seeds} seeds" if result.seeds > 1 else ""
+        paper = f"{result.paper_verdict}: {result.paper_numbers}" if result.paper_numbers else "–"
+        rows.append([result.claim, result.verdict + seeds, result.numbers or "–", paper])
+    return TextTable(["claim", "measured", "numbers", "in the paper's numbers"], rows, [None] * len(rows))
 
 
 def _block(line: Line) -> str:
-    return line.key.part if line.key.part in ("paper", *LEVELS) else "ours"
+    return line.key.part if line.key.part in ("paper", *LEVEL_TABLES) else "extensions"
 
 
 def _groups(lines: list[Line], letter: str) -> list[str]:
-    """The groups that have a column, under their short names; the paper's in the paper's order."""
+    """The codes of the groups that have a column; the paper's in the paper's order."""
     prefix = f"acc_{letter}_"
     widest = sorted(lines, key=lambda line: -len(line.cells))
-    found = dict.fromkeys(c.removeprefix(prefix) for line in widest for c in line.cells if c.startswith(prefix))
-    return ["p", "np"] if set(found) == {"p", "np"} else list(found)
+    codes = dict.fromkeys(c.removeprefix(prefix) for line in widest for c in line.cells if c.startswith(prefix))
+    return ["p", "np"] if set(codes) == {"p", "np"} else list(codes)
 
 
 def _group_headers(letter: str, groups: list[str], lines: list[Line], wide: bool) -> list[str]:
-    names, header = {short: name for name, short in SHORT.items()}, []
+    names, header = {code: name for name, code in GROUP_CODES.items()}, []
     for group in groups:
         header.append(f"{letter}: {names.get(group, group)}")
-        header += ["paper"] if _compared(lines, f"acc_{letter}_{group}") else []
+        header += ["paper"] if _has_paper(lines, f"acc_{letter}_{group}") else []
     return header + ([f"Δ_{letter}"] if wide and groups == ["p", "np"] else [])
 
 
@@ -78,103 +111,131 @@ def _group_cells(line: Line, letter: str, groups: list[str], lines: list[Line], 
     cells = []
     for group in groups:
         accuracy, variance = (line.cells.get(f"{kind}_{letter}_{group}") for kind in ("acc", "var"))
-        cells.append(_ours(accuracy, variance if wide else None))
-        if _compared(lines, f"acc_{letter}_{group}"):
-            cells.append(_papers(accuracy, variance if wide else None))
+        cells.append(_format_cell(accuracy, variance if wide else None))
+        if _has_paper(lines, f"acc_{letter}_{group}"):
+            cells.append(_format_paper(accuracy, variance if wide else None))
     delta = line.cells.get(f"delta_{letter}")
     return cells + (["–" if delta is None else f"{delta.mean:+.2f}"] if wide and groups == ["p", "np"] else [])
 
 
-def _compared(lines: list[Line], column: str) -> bool:
+def _has_paper(lines: list[Line], column: str) -> bool:
     return any(column in line.cells and line.cells[column].paper is not None for line in lines)
 
 
-def _ours(cell: Cell | None, variance: Cell | None = None) -> str:
+def _format_cell(cell: Cell | None, variance: Cell | None = None) -> str:
     if cell is None:
         return "–"
-    half = "" if cell.high is None else f" ±{cell.high - cell.mean:.2f}"
-    return f"{cell.mean:.2f}{half}" + ("" if variance is None else f" ({_fine(variance.mean)})")
+    half = "" if cell.half is None else f" ±{cell.half:.2f}"
+    return f"{cell.mean:.2f}{half}" + ("" if variance is None else f" ({_format_variance(variance.mean)})")
 
 
-def _papers(cell: Cell | None, variance: Cell | None = None) -> str:
+def _format_paper(cell: Cell | None, variance: Cell | None = None) -> str:
     if cell is None or cell.paper is None:
         return "–"
-    spread = "" if variance is None or variance.paper is None else f" ({_fine(variance.paper)})"
-    return f"{cell.paper:.2f}{'=' if cell.holds else ''}{spread}"
+    spread = "" if variance is None or variance.paper is None else f" ({_format_variance(variance.paper)})"
+    return f"{cell.paper:.2f}{'=' if cell.covers_paper else ''}{spread}"
 
 
-def _fine(variance: float) -> str:
+def _format_variance(variance: float) -> str:
     return f"{variance:.2f}" if variance >= 0.1 else f"{variance:.3f}"
 
 
-def _difference(line: Line) -> str:
+def _format_difference(line: Line) -> str:
     difference = line.cells["acc_g"].difference if "acc_g" in line.cells else None
-    mark = {True: " ✓", False: "  ", None: "  "}[line.close]
-    return "–" if difference is None else f"{difference:+.2f}{mark}"
+    return "–" if difference is None else f"{difference:+.2f}{' ✓' if line.close else '  '}"
 
 
-def footnotes(found: Comparison) -> list[str]:
-    """What the columns are, what the epsilons rest on, and what else a reader must know."""
-    said = [LEGEND] if len(found.seeds) > 1 else ["one seed: no intervals; ✓ after a difference: within 1 point"]
-    said.append(
-        "average: the exponential average of the global models on the server's test set, which costs no privacy"
-    )
-    theirs = paper.TABLES.get(found.table)
-    if theirs is not None:
-        said.append("paper: for the global model the mean of its three runs (the pull does not change it)")
-    if found.own and theirs is not None:
-        said.append("rows of ours, with Poisson sampling, stand beside the best that the paper prints for FedHDP")
-        said += [f"  {name}: {about}" for name, about in found.own.items()]
-    return said + _prices(found, theirs.epsilon if theirs else None) + list(found.notes)
+def footnotes(comparison: Comparison) -> list[str]:
+    """The meaning of the columns, the epsilons with their basis, and notes."""
+    notes = [LEGEND if len(comparison.seeds) > 1 else "one seed: no intervals; ✓ after a difference: within 1 point"]
+    notes.append(AVERAGE_NOTE)
+    table = tables.TABLES.get(comparison.table)
+    if table is not None:
+        notes.append("paper: for the global model the mean of its three runs (the pull does not change it)")
+    if comparison.extensions and table is not None:
+        notes.append("extensions sample by Poisson; beside them stands the paper's best global model of FedHDP")
+        notes += [f"  {name}: {about}" for name, about in comparison.extensions.items()]
+    return notes + _cost_notes(comparison, table.epsilon if table else None) + list(comparison.notes)
 
 
-def _prices(found: Comparison, stated: float | None) -> list[str]:
-    """Each epsilon once, with the rows that paid it."""
-    said: dict[str, list[str]] = {}
-    for one in found.prices:
-        amount = "" if one.epsilon is None else f" = {_both(one.epsilon, one.epsilon_pld)}"
-        text = f"ε {one.group}{amount}: {one.basis}"
-        if one.poisson is not None:
-            text += f"; Poisson sampling at the same noise would cost {_both(one.poisson, one.poisson_pld)}"
-        said.setdefault(text, []).extend(one.rows)
-    notes = [f"{text} [{', '.join(dict.fromkeys(rows))}]" for text, rows in said.items()]
-    if stated is not None and "fixed" in found.sampling.values():
+def _cost_notes(comparison: Comparison, stated: float | None) -> list[str]:
+    """Each epsilon once, with its rows."""
+    rows: dict[str, list[str]] = {}
+    for cost in comparison.costs:
+        amount = "" if cost.epsilon is None else f" = {_format_epsilons(cost.epsilon, cost.epsilon_pld)}"
+        text = f"ε {cost.group}{amount}: {cost.basis}"
+        if cost.poisson_epsilon is not None:
+            poisson = _format_epsilons(cost.poisson_epsilon, cost.poisson_epsilon_pld)
+            text += f"; with Poisson sampling at the same noise {poisson}"
+        rows.setdefault(text, []).extend(cost.rows)
+    notes = [f"{text} [{', '.join(dict.fromkeys(labels))}]" for text, labels in rows.items()]
+    if stated is not None and "fixed" in comparison.sampling.values():
         notes.append(
-            f"the paper states ε = {stated:g} at delta 1e-4, which holds for Poisson sampling; its algorithm draws "
-            "cohorts of fixed size: such, each group its share, were run and priced here (--sampling poisson runs the other)"
+            f"the paper states ε = {stated:g} at delta 1e-4, which holds for Poisson sampling; its algorithm has cohorts "
+            "of fixed size, which these runs have too, a share of each group (--sampling poisson has the other)"
         )
     return notes
 
 
-def _both(rdp: float, pld: float | None) -> str:
+def _format_epsilons(rdp: float, pld: float | None) -> str:
     return format_epsilon(rdp, 2) + ("" if pld is None else f" (by PLD {format_epsilon(pld, 2)})")
 
 
-def orderings_table(found: Comparison) -> Shown:
-    """What the paper claims, and whether it held."""
-    rows = []
-    for one in found.orderings:
-        seeds = f", {one.seeds_held} of {one.seeds} seeds" if one.seeds > 1 else ""
-        theirs = f"{one.papers_verdict}: {one.papers_numbers}" if one.papers_numbers else "–"
-        rows.append([one.claim, one.verdict + seeds, one.numbers or "–", theirs])
-    return Shown(["the paper's orderings", "here", "numbers", "in the paper's own numbers"], rows, [None] * len(rows))
+def commands(comparison: Comparison) -> list[str]:
+    """The commands that ran the table."""
+    return list(dict.fromkeys(machine.command for machine in comparison.machines))
 
 
-def markdown(found: Comparison) -> str:
-    """The whole as a page."""
-    commands = dict.fromkeys(machine.command for machine in found.machines)
-    machines = dict.fromkeys(f"{m.devices} × {m.device}, {m.system}, jax {m.jax}" for m in found.machines)
-    head, *rest = title(found)
-    blocks = [f"# {head}", *rest, *(f"`{command}`" for command in commands)]
-    for table in (global_table(found), personal_table(found), orderings_table(found)):
-        if table.rows:
-            blocks.append(_markdown_table(table.header, table.rows))
-    seconds = ", ".join(f"{part} {value:.0f}" for part, value in found.seconds.items())
-    ran = [f"Seconds a seed: {seconds}" + (f", on {'; '.join(machines)}" if machines else "")]
-    blocks += ["\n".join(f"- {note.strip()}" for note in [*footnotes(found), *ran])]
+def markdown(comparison: Comparison) -> str:
+    """The table as a page."""
+    machines = dict.fromkeys(f"{m.devices} × {m.device}, {m.system}, jax {m.jax}" for m in comparison.machines)
+    head, *lines = title(comparison)
+    blocks = [f"# {head}", *lines, *(f"`{command}`" for command in commands(comparison))]
+    texts = (global_table(comparison), personal_table(comparison), claims_table(comparison))
+    blocks += [markdown_table(table) for table in texts if table.rows]
+    seconds = ", ".join(f"{part} {value:.0f}" for part, value in comparison.seconds_per_seed.items())
+    duration = f"seconds per seed: {seconds}" + (f", on {'; '.join(machines)}" if machines else "")
+    blocks.append("\n".join(f"- {note.strip()}" for note in [*footnotes(comparison), duration]))
     return "\n\n".join(blocks) + "\n"
 
 
-def _markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+def markdown_table(table: TextTable) -> str:
+    """The table in Markdown."""
+    lines = [table.header, ["---"] + ["---:"] * (len(table.header) - 1), *table.rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def numbers_csv(comparison: Comparison) -> str:
+    """A line for each number."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    for line in comparison.lines:
+        key = (line.key.part, line.key.row, line.key.weight, line.key.pull)
+        for column, cell in line.cells.items():
+            statistics = (cell.mean, cell.sd, cell.count, cell.low, cell.high)
+            writer.writerow([*key, column, *statistics, cell.paper, cell.difference, cell.covers_paper])
+    return text.getvalue()
+
+
+def write(out: Path, comparison: Comparison) -> list[Path]:
+    """Write all files of a table.
+
+    Args:
+        out: The table's directory.
+        comparison: The table.
+
+    Returns:
+        The files.
+    """
+    from fedhdp.reproduction.figures import draw
+
+    contents = {
+        SUMMARY: encode_summary(comparison),
+        "table.md": markdown(comparison).encode(),
+        "table.csv": numbers_csv(comparison).encode(),
+    }
+    for name, content in contents.items():
+        store.atomic_write(out / name, content)
+    draw(comparison, out / "table.png")
+    return [out / name for name in (*contents, "table.png")]

@@ -1,8 +1,8 @@
-"""A table's parts run into its folder, on from where they were; and what they were run on.
+"""Run a table's parts in its directory, resume them, and record the machine.
 
-OUT/seed-0/paper/              an ordinary run folder (see `results`)
-OUT/seed-0/paper/machine.json  what it was run on, and the command
-OUT/seed-0/paper.2/            rows or pulls that were asked for later
+OUT/seed-0/paper/              a run directory (see `results`)
+OUT/seed-0/paper/machine.json  the machine and the command
+OUT/seed-0/paper.2/            rows or pulls that were added later
 OUT/seed-0/momentum/           another part of the same seed
 """
 
@@ -17,17 +17,18 @@ import msgspec
 from msgspec.structs import replace
 
 import fedhdp
-from fedhdp.experiments import runner as runs
+from fedhdp.errors import RunError
+from fedhdp.experiments import runner
 from fedhdp.experiments.config import Experiment, from_toml
 from fedhdp.reproduction.tables import Part
-from fedhdp.results import store as results
+from fedhdp.results import store
 
 MACHINE = "machine.json"
-MORE = "."  # between the name of a part and the number of what was added to it
+SUPPLEMENT = "."  # between a part's name and the number of its supplement
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What a part was run on."""
+    """The machine, the versions and the command of a run."""
 
     device: str
     devices: int
@@ -39,8 +40,8 @@ class Machine(msgspec.Struct, frozen=True):
     command: str
 
 
-def this_machine(command: str) -> Machine:
-    """What is run on here."""
+def current_machine(command: str) -> Machine:
+    """This machine, with the command that is run on it."""
     import jax
 
     devices = jax.devices()
@@ -49,85 +50,112 @@ def this_machine(command: str) -> Machine:
     return Machine(devices[0].device_kind, len(devices), os.cpu_count() or 1, system, *versions, command)
 
 
-def done(out: Path, part: Part) -> bool:
-    """Whether a part has been run to its end."""
-    return (out / part.folder / results.SUMMARY).exists()
+def is_finished(out: Path, part: Part) -> bool:
+    """Whether a part has been run to its last round."""
+    return (out / part.folder / store.SUMMARY_FILE).exists()
 
 
-def begun(out: Path, part: Part) -> bool:
-    """Whether a part has been begun."""
-    return (out / part.folder / results.EXPERIMENT).exists()
+def is_started(out: Path, part: Part) -> bool:
+    """Whether a part has a run directory."""
+    return (out / part.folder / store.EXPERIMENT_FILE).exists()
 
 
-def refuse_what_is_not_ours(out: Path) -> None:
-    """A table is drawn up in a folder of its own: what else is in one is not written over."""
+def check_output_directory(out: Path) -> None:
+    """Refuse a directory with anything but a table in it.
+
+    Args:
+        out: The directory of the table, which need not exist.
+
+    Raises:
+        RunError: If it is a file, or has other content.
+    """
     if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file: name a folder")
+        raise RunError(f"--out must be a directory, got the file {out}", "--out", out)
     if out.is_dir() and any(out.iterdir()) and not any(out.glob("seed-*")):
-        what = "holds a run" if (out / results.EXPERIMENT).exists() else "is not empty, and holds no table"
-        raise ValueError(f"--out {out} {what}: name another folder")
+        content = "has a run" if (out / store.EXPERIMENT_FILE).exists() else "has other files"
+        raise RunError(f"--out must be a new directory or one of a table; {out} {content}", "--out", out)
 
 
-def mixed(one: Experiment, other: Experiment) -> list[str]:
-    """The fields in which two parts differ that cannot stand in one table: all but what makes a seed, row or part."""
-    if one.name == other.name:
-        return _differences(one, other, {"seed", "noise_seed", "variants"})
-    same_share = replace(one, data=replace(one.data, validation=other.data.validation))
-    return _differences(same_share, other, {"name", "seed", "noise_seed", "variants", "mechanism", "server"})
+def incompatible_fields(first: Experiment, second: Experiment) -> list[str]:
+    """The fields in which two parts differ that must be equal in one table."""
+    if first.name == second.name:
+        return _differing_fields(first, second, {"seed", "noise_seed", "variants"})
+    same_split = replace(first, data=replace(first.data, validation=second.data.validation))
+    return _differing_fields(same_split, second, {"name", "seed", "noise_seed", "variants", "mechanism", "server"})
 
 
-def fitted(out: Path, parts: Iterable[Part]) -> list[Part]:
-    """The parts as a folder has them: what was begun there goes on, and what it lacks of a part is one more."""
-    asked = list(parts)
-    for path in sorted(out.glob(f"seed-*/*/{results.EXPERIMENT}")):
-        there = from_toml(path.read_text(encoding="utf-8"), str(path))
-        for part in asked:
+def plan_parts(out: Path, parts: Iterable[Part]) -> list[Part]:
+    """Fit parts to the runs that a directory has: those are resumed, and missing variants become supplements.
+
+    Args:
+        out: The directory of the table.
+        parts: The parts to run.
+
+    Returns:
+        The parts and supplements, in the order in which they are run.
+
+    Raises:
+        RunError: If the directory has runs that cannot be in one table with the parts.
+    """
+    parts = list(parts)
+    for path in sorted(out.glob(f"seed-*/*/{store.EXPERIMENT_FILE}")):
+        existing = from_toml(path.read_text(encoding="utf-8"), str(path))
+        for part in parts:
             table = part.experiment.name.partition("/")[0]
-            if there.name.partition("/")[0] != table:
-                raise ValueError(f"{path.parent} holds {there.name!r}, not a part of {table}; give another --out")
-            _refuse_other(path.parent, mixed(there, part.experiment))
-    return [one for part in asked for one in _fitted(out, part)]
+            if existing.name.partition("/")[0] != table:
+                message = f"{path.parent} has {existing.name!r}, not a part of {table}; give another --out"
+                raise RunError(message, "--out", out)
+            _check_same(path.parent, incompatible_fields(existing, part.experiment))
+    return [planned for part in parts for planned in _with_supplements(out, part)]
 
 
-def _fitted(out: Path, part: Part) -> list[Part]:
-    found, lacking = [], {variant.name: variant for variant in part.experiment.variants}
-    here, number = part, 1
-    while begun(out, here):
-        path = out / here.folder / results.EXPERIMENT
-        there = from_toml(path.read_text(encoding="utf-8"), str(path))
-        same_name = [lacking.pop(variant.name, variant) for variant in there.variants]
-        _refuse_other(path.parent, _differences(there, replace(part.experiment, variants=tuple(same_name))))
-        found.append(here._replace(experiment=there))
+def _with_supplements(out: Path, part: Part) -> list[Part]:
+    planned, missing = [], {variant.name: variant for variant in part.experiment.variants}
+    current, number = part, 1
+    while is_started(out, current):
+        path = out / current.folder / store.EXPERIMENT_FILE
+        existing = from_toml(path.read_text(encoding="utf-8"), str(path))
+        variants = tuple(missing.pop(variant.name, variant) for variant in existing.variants)
+        _check_same(path.parent, _differing_fields(existing, replace(part.experiment, variants=variants)))
+        planned.append(current._replace(experiment=existing))
         number += 1
-        here = part._replace(name=f"{part.name}{MORE}{number}")
-    if lacking:
-        found.append(here._replace(experiment=replace(part.experiment, variants=tuple(lacking.values()))))
-    return found
+        current = part._replace(name=f"{part.name}{SUPPLEMENT}{number}")
+    if missing:
+        planned.append(current._replace(experiment=replace(part.experiment, variants=tuple(missing.values()))))
+    return planned
 
 
-def _refuse_other(folder: Path, differing: list[str]) -> None:
-    """A folder whose experiment differs in these fields is of another one."""
-    if differing:
-        raise ValueError(
-            f"{folder} was made by another experiment: {', '.join(differing)} differ; give another --out, "
-            "ask for what it has, or draw what is there with --render"
-        )
+def _check_same(folder: Path, fields: list[str]) -> None:
+    if fields:
+        names = ", ".join(fields)
+        message = f"{folder} is of another experiment: {names} differ; give another --out, or --render it as it is"
+        raise RunError(message, fields[0], folder)
 
 
-def _differences(one: Experiment, other: Experiment, but: Iterable[str] = ()) -> list[str]:
-    """The fields in which two experiments differ, but these and those that change nothing in what is measured."""
-    idle = {"about", "checkpoint_seconds", *but}
-    fields = (name for name in Experiment.__struct_fields__ if name not in idle)
-    return [name for name in fields if getattr(one, name) != getattr(other, name)]
+def _differing_fields(first: Experiment, second: Experiment, ignored: Iterable[str] = ()) -> list[str]:
+    """The fields in which two experiments differ, without those that do not change the measurements."""
+    without_effect = {"about", "checkpoint_seconds", *ignored}
+    fields = (name for name in Experiment.__struct_fields__ if name not in without_effect)
+    return [name for name in fields if getattr(first, name) != getattr(second, name)]
 
 
-def run_part(part: Part, out: Path, watch: runs.Watch, command: str) -> None:
-    """Run a part, or go on with it; one that is done is left as it is."""
-    if done(out, part):
+def run_part(part: Part, out: Path, watch: runner.Watch, command: str) -> None:
+    """Run a part, or resume it; a finished part is left as it is.
+
+    Args:
+        part: The part.
+        out: The directory of the table.
+        watch: Called with the progress after each round; False stops the run.
+        command: The command, for the record.
+
+    Raises:
+        Interrupted: If ``watch`` stopped the run.
+    """
+    if is_finished(out, part):
         return
     folder = out / part.folder
-    if begun(out, part):
-        runs.resume(folder, watch)
+    if is_started(out, part):
+        runner.resume(folder, watch)
     else:
-        runs.run(part.experiment, folder, watch)
-    results.write_value(folder / MACHINE, this_machine(command))
+        runner.run(part.experiment, folder, watch)
+    store.write_value(folder / MACHINE, current_machine(command))

@@ -1,7 +1,7 @@
-"""The paper's tables as experiments: its rows, its hyper-parameters (appendix D), and the data that stands for its data.
+"""The paper's tables as experiments: rows, hyper-parameters (appendix D), and the data of each table.
 
-A table is run seed by seed. Each seed is one or several experiments, its parts: ``paper`` holds all of the paper's rows,
-and each row of our own (`own.py`) is a part of its own. A variant is a row with a pull.
+A table is run seed by seed. Each seed consists of parts, each an experiment: ``paper`` has all of the paper's rows, and
+each extension (`extensions.py`) is a part. A variant is a row with a pull.
 """
 
 from __future__ import annotations
@@ -15,78 +15,88 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from fedhdp.client import LocalTraining
+from fedhdp import AdaptiveClip, LocalTraining, ServerOptimizer
 from fedhdp.datasets import FemnistOrigin, is_available, load_arrays, load_femnist
 from fedhdp.errors import require
-from fedhdp.experiments.components import Cnn, Data, Femnist, Handwriting, Mlp, Mnist, ModelChoice
-from fedhdp.experiments.config import Experiment, GroupConfig, MechanismConfig, Variant
+from fedhdp.experiments.components import (
+    CnnConfig,
+    DataConfig,
+    FemnistConfig,
+    HandwritingConfig,
+    MlpConfig,
+    MnistConfig,
+    ModelConfig,
+)
+from fedhdp.experiments.config import Experiment, Variant
 from fedhdp.experiments.presets import OPTED_OUT, PAPER_TRAINING, PRIVATE
-from fedhdp.mechanism import AdaptiveClip, Sampling
-from fedhdp.server import ServerOptimizer
+from fedhdp.mechanism import Sampling
+from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 
 ROUNDS, COHORT, OPTED_OUT_SHARE = 500, 100, 0.05
 PULLS = (0.005, 0.05, 0.25)
-AVERAGED = ServerOptimizer(average=0.9)  # the model is the paper's; its average is measured beside it
+AVERAGED = ServerOptimizer(average=0.9)  # trains as the paper does, and also keeps an average of the global models
 BASELINES = {"non-private": "non_private", "dp-fedavg": "dp_fedavg", "hdp-fedavg": "hdp_fedavg"}
 LABELS = {"non_private": "Non-Private+Ditto", "dp_fedavg": "DP-FedAvg+Ditto", "hdp_fedavg": "HDP-FedAvg+Ditto"}
-NUMBERS = ("acc_g", "acc_g_p", "var_g_p", "acc_g_np", "var_g_np", "delta_g", "acc_l_p", "var_l_p", "acc_l_np",
-           "var_l_np", "delta_l")  # fmt: skip
+PUBLISHED_COLUMNS = (
+    *("acc_g", "acc_g_p", "var_g_p", "acc_g_np", "var_g_np", "delta_g"),
+    *("acc_l_p", "var_l_p", "acc_l_np", "var_l_np", "delta_l"),
+)
 
-Batches = Literal["whole", "all"]
+BatchRule = Literal["whole", "all"]
 
 
-class Row(NamedTuple):
-    """A row of a table: an algorithm, and the weight of private clients where it has one."""
+class TableRow(NamedTuple):
+    """A row of a table: an algorithm, and the weight of private clients for FedHDP."""
 
     algorithm: str
     weight: float | None = None
 
     @property
     def label(self) -> str:
-        """The row as tables have it."""
+        """The name of the row in tables."""
         return LABELS.get(self.algorithm) or f"FedHDP r={self.weight:g}"
 
 
-class Printed(NamedTuple):
-    """A line of the paper's tables, with the numbers that it has."""
+class PublishedRow(NamedTuple):
+    """A row of the paper's tables at one pull, with its numbers."""
 
     dataset: str
     pull: float
-    row: Row
+    row: TableRow
     numbers: dict[str, float]
 
 
-class Choice(NamedTuple):
-    """Data that a table can be run on."""
+class DataSource(NamedTuple):
+    """Data on which a table can be run."""
 
     about: str
-    sources: tuple[str, ...]  # what must be in the data directory
-    data: Callable[[], Data]
+    required: tuple[str, ...]  # what the data directory must have
+    build: Callable[[], DataConfig]
 
 
 class PaperTable(NamedTuple):
-    """A table of the paper: where its numbers stand, and its hyper-parameters."""
+    """A table of the paper: its hyper-parameters, and the data that it can be run on."""
 
     about: str
-    dataset: str
+    dataset: str  # in paper_tables.csv
     epsilon: float  # as the paper states it, at delta 1e-4
     clients: int
     sampling_rate: float
     noise_multiplier: float
     clip: float
     training: LocalTraining
-    choices: dict[str, Choice]  # the paper's own data first, then by nearness
-    model: ModelChoice = Mlp()
+    sources: dict[str, DataSource]  # the paper's data first, then substitutes from near to far
+    model: ModelConfig = MlpConfig()
 
 
 class Options(NamedTuple):
-    """How a table is run, its rows and seeds apart."""
+    """How all parts of a table are run."""
 
     data: str = "auto"
-    sampling: Sampling | None = None  # None: fixed for the paper's rows, Poisson for ours
-    batches: Batches = "whole"
-    personal_epochs: int | None = None  # None: all of a round's
-    pulls: tuple[float, ...] = PULLS  # none: no personal models
+    sampling: Sampling | None = None  # None: fixed for the paper's rows, Poisson for extensions
+    batches: BatchRule = "whole"
+    personal_epochs: int | None = None  # None: all epochs of a round
+    pulls: tuple[float, ...] = PULLS  # empty: no personal models
     rounds: int = ROUNDS
     noise_seed: int | None = None  # of seed 0; None: noise and cohorts from the operating system's entropy
 
@@ -100,104 +110,133 @@ class Part(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """Where it is run, inside of the table's folder."""
+        """Its run directory, relative to the table's directory."""
         return f"seed-{self.seed}/{self.name}"
 
 
-def _all_there(origin: FemnistOrigin, classes: Literal[10, 62], most: int) -> Femnist:
-    return Femnist(min(most, load_femnist(origin, classes).num_clients), origin, classes)
+def _stored_femnist(origin: FemnistOrigin, classes: Literal[10, 62], limit: int) -> FemnistConfig:
+    """The first clients of a stored FEMNIST, at most ``limit``."""
+    return FemnistConfig(min(limit, load_femnist(origin, classes).num_clients), origin, classes)
 
 
-def _one_digit(split: Literal["one_digit", "skewed"]) -> dict[str, Choice]:
+def _one_digit_sources(split: Literal["one_digit", "skewed"]) -> dict[str, DataSource]:
+    def handwriting() -> DataConfig:
+        return HandwritingConfig(2000, test_samples=100, split=split)
+
     return {
-        "mnist": Choice("MNIST", ("mnist",), lambda: Mnist(2000, split=split)),
-        "handwriting": Choice("the embedded handwriting", (), lambda: Handwriting(2000, test_samples=100, split=split)),
+        "mnist": DataSource("MNIST", ("mnist",), lambda: MnistConfig(2000, split=split)),
+        "handwriting": DataSource("the embedded handwriting", (), handwriting),
     }
 
 
-def _by_writer(classes: Literal[10, 62], clients: int, writers: Choice) -> dict[str, Choice]:
+def _by_writer_sources(classes: Literal[10, 62], clients: int, writers: DataSource) -> dict[str, DataSource]:
+    def handwriting() -> DataConfig:
+        return HandwritingConfig(clients, split="by_writer", classes=classes, sizes="tff")
+
     return {
-        "tff": Choice("TFF's federated EMNIST", ("emnist-tff",), lambda: Femnist(clients, "tff", classes)),
-        "leaf": Choice("LEAF's FEMNIST", ("femnist-leaf",), lambda: _all_there("leaf", classes, clients)),
+        "tff": DataSource("TFF's federated EMNIST", ("emnist-tff",), lambda: FemnistConfig(clients, "tff", classes)),
+        "leaf": DataSource("LEAF's FEMNIST", ("femnist-leaf",), lambda: _stored_femnist("leaf", classes, clients)),
         "writers": writers,
-        "handwriting": Choice(
-            "the embedded handwriting in the sizes of TFF's clients",
-            (),
-            lambda: Handwriting(clients, split="by_writer", classes=classes, sizes="tff"),
-        ),
+        "handwriting": DataSource("the embedded handwriting in the sizes of TFF's clients", (), handwriting),
     }
 
 
-MNIST_WRITERS = Choice("MNIST by its 836 writers", ("mnist", "mnist-writers"), lambda: Mnist(836, split="by_writer"))
-FEMNIST_WRITERS = Choice("real writers of FEMNIST", ("femnist-330",), lambda: _all_there("330", 62, 330))
-SLOWER = LocalTraining(epochs=50, batch_size=20, learning_rate=0.01, decay=0.9, decay_every=50)
-STEADY = LocalTraining(epochs=25, batch_size=20, learning_rate=0.02)
-NONIID = ("noniid_mnist", 3.6, 2000, 0.05, 1.5, 0.5, PAPER_TRAINING, _one_digit("one_digit"))
-SKEWED = ("skewed_noniid_mnist", 3.6, 2000, 0.05, 1.5, 0.5, PAPER_TRAINING, _one_digit("skewed"))
-FMNIST = ("fmnist", 0.6, 3383, 0.03, 4.0, 0.5, SLOWER, _by_writer(10, 3383, MNIST_WRITERS))
-FEMNIST = ("femnist", 4.1, 3400, 0.03, 1.0, 2.0, STEADY, _by_writer(62, 3400, FEMNIST_WRITERS))
+MNIST_WRITERS = DataSource(
+    "MNIST by its 836 writers", ("mnist", "mnist-writers"), lambda: MnistConfig(836, split="by_writer")
+)
+FEMNIST_WRITERS = DataSource("real writers of FEMNIST", ("femnist-330",), lambda: _stored_femnist("330", 62, 330))
+FMNIST_TRAINING = LocalTraining(epochs=50, batch_size=20, learning_rate=0.01, decay=0.9, decay_every=50)
+FEMNIST_TRAINING = LocalTraining(epochs=25, batch_size=20, learning_rate=0.02)
+MNIST = (3.6, 2000, 0.05, 1.5, 0.5, PAPER_TRAINING)
 TABLES = {
-    "noniid-mnist": PaperTable("non-IID MNIST: clients hold one digit each", *NONIID),
-    "skewed-mnist": PaperTable("skewed non-IID MNIST: those who opted out all hold a 7", *SKEWED),
-    "fmnist": PaperTable("FMNIST: digits by their writers", *FMNIST),
-    "femnist": PaperTable("FEMNIST: digits and letters by their writers", *FEMNIST, model=Cnn()),
+    "noniid-mnist": PaperTable(
+        "non-IID MNIST: clients hold one digit each", "noniid_mnist", *MNIST, _one_digit_sources("one_digit")
+    ),
+    "skewed-mnist": PaperTable(
+        "skewed non-IID MNIST: all opted-out clients hold a 7",
+        "skewed_noniid_mnist",
+        *MNIST,
+        _one_digit_sources("skewed"),
+    ),
+    "fmnist": PaperTable(
+        "FMNIST: digits by their writers",
+        *("fmnist", 0.6, 3383, 0.03, 4.0, 0.5, FMNIST_TRAINING),
+        _by_writer_sources(10, 3383, MNIST_WRITERS),
+    ),
+    "femnist": PaperTable(
+        "FEMNIST: digits and letters by their writers",
+        *("femnist", 4.1, 3400, 0.03, 1.0, 2.0, FEMNIST_TRAINING),
+        _by_writer_sources(62, 3400, FEMNIST_WRITERS),
+        model=CnnConfig(),
+    ),
 }
 
 
 @functools.cache
-def printed(dataset: str | None = None) -> tuple[Printed, ...]:
-    """The lines of the paper's four tables, or of one of them."""
+def published_rows(dataset: str | None = None) -> tuple[PublishedRow, ...]:
+    """The rows of the paper's four tables, or of one dataset."""
     algorithms = {label: algorithm for algorithm, label in LABELS.items()}
-    found = []
+    rows = []
     with Path(__file__).with_name("paper_tables.csv").open(newline="") as file:
         for line in csv.DictReader(file):
-            row = Row(algorithms.get(line["algorithm"], "fedhdp"), float(line["r"]) if line["r"] else None)
-            numbers = {name: float(line[name]) for name in NUMBERS if line[name]}
-            found.append(Printed(line["dataset"], float(line["lambda"]), row, numbers))
-    return tuple(line for line in found if dataset in (None, line.dataset))
+            row = TableRow(algorithms.get(line["algorithm"], "fedhdp"), float(line["r"]) if line["r"] else None)
+            numbers = {name: float(line[name]) for name in PUBLISHED_COLUMNS if line[name]}
+            rows.append(PublishedRow(line["dataset"], float(line["lambda"]), row, numbers))
+    return tuple(row for row in rows if dataset in (None, row.dataset))
 
 
-def paper_rows(table: PaperTable) -> list[Row]:
+def paper_rows(table: PaperTable) -> list[TableRow]:
     """The rows of a table, each once, in the paper's order."""
-    return list(dict.fromkeys(line.row for line in printed(table.dataset)))
+    return list(dict.fromkeys(published.row for published in published_rows(table.dataset)))
 
 
-def row_named(name: str) -> Row | None:
-    """A row by its name on the command line: ``dp-fedavg``, ``fedhdp:0.01``."""
+def parse_row(name: str) -> TableRow | None:
+    """A row by its name on the command line, such as ``dp-fedavg`` or ``fedhdp:0.01``; None if there is none."""
     if name in BASELINES:
-        return Row(BASELINES[name])
+        return TableRow(BASELINES[name])
     algorithm, _, weight = name.partition(":")
     try:
-        row = Row("fedhdp", float(weight)) if algorithm == "fedhdp" and weight else None
+        row = TableRow("fedhdp", float(weight)) if algorithm == "fedhdp" and weight else None
     except ValueError:
         return None
     return row if row is None or 0 <= (row.weight or 0.0) < math.inf else None
 
 
-def choose_data(choices: dict[str, Choice], asked: str) -> Data:
-    """The data by its name, or the nearest to the paper's that is there."""
-    known = ", ".join(["auto", *choices])
-    require(asked == "auto" or asked in choices, "--data", asked, f"one of {known} for this table")
-    if asked == "auto":
-        asked = next(name for name, one in choices.items() if all(is_available(source) for source in one.sources))
-    for source in choices[asked].sources:
-        load_arrays(source)  # what is not there is refused before anything is run
-    return choices[asked].data()
+def choose_data(sources: dict[str, DataSource], name: str) -> DataConfig:
+    """Build the data of this name.
+
+    Args:
+        sources: The data that the table can be run on.
+        name: One of them, or ``auto``: the first that the data directory has.
+
+    Returns:
+        The data's configuration.
+
+    Raises:
+        InvalidValueError: If there is no such data.
+        DataError: If the data directory does not have it.
+    """
+    require(name == "auto" or name in sources, "--data", name, f"one of {', '.join(['auto', *sources])} for this table")
+    if name == "auto":
+        name = next(key for key, source in sources.items() if all(map(is_available, source.required)))
+    for file in sources[name].required:
+        load_arrays(file)  # missing data is an error before anything is run
+    return sources[name].build()
 
 
-def stands_for(table: PaperTable, data: Data) -> str:
-    """What the data is, and where it is not the paper's, that it is a substitute."""
-    kinds = {Handwriting: "handwriting", Mnist: "writers" if "writers" in table.choices else "mnist"}
-    origin = {"330": "writers"}.get(data.origin, data.origin) if isinstance(data, Femnist) else kinds[type(data)]
-    about = f"{table.choices[origin].about}, {data.clients:,} clients"
-    if origin == next(iter(table.choices)) and data.clients == table.clients:
+def describe_data(table: PaperTable, data: DataConfig) -> str:
+    """What the data is, and of what it is a substitute where it is not the paper's."""
+    kinds = {HandwritingConfig: "handwriting", MnistConfig: "writers" if "writers" in table.sources else "mnist"}
+    origin = {"330": "writers"}.get(data.origin, data.origin) if isinstance(data, FemnistConfig) else kinds[type(data)]
+    about = f"{table.sources[origin].about}, {data.clients:,} clients"
+    paper_origin, paper_source = next(iter(table.sources.items()))
+    if origin == paper_origin and data.clients == table.clients:
         return about
-    papers = next(iter(table.choices.values())).about
-    return f"{about}; a substitute for {papers}, {table.clients:,} clients, which the paper has"
+    return f"{about}; a substitute for {paper_source.about}, {table.clients:,} clients, of the paper"
 
 
-def groups_of(table: PaperTable, data: Data) -> tuple[GroupConfig, GroupConfig]:
-    """5% of the clients opted out; where clients are fewer than the paper's, as many of them come to a round."""
+def groups_of(table: PaperTable, data: DataConfig) -> tuple[GroupConfig, GroupConfig]:
+    """The groups of a table: 5% of the clients opted out; the expected cohort is the paper's with fewer clients too."""
     rate = table.sampling_rate if data.clients == table.clients else min(1.0, round(COHORT / data.clients, 4))
     opted_out = max(1, round(OPTED_OUT_SHARE * data.clients))
     return (
@@ -206,47 +245,53 @@ def groups_of(table: PaperTable, data: Data) -> tuple[GroupConfig, GroupConfig]:
     )
 
 
-def variants_of(rows: Iterable[Row], pulls: Iterable[float] = PULLS) -> tuple[Variant, ...]:
-    """Every row with every pull; without pulls, every row."""
-    weighed = [(row, {} if row.weight is None else {PRIVATE: row.weight}) for row in rows]
+def variants_of(rows: Iterable[TableRow], pulls: Iterable[float] = PULLS) -> tuple[Variant, ...]:
+    """Every row with every pull; without pulls, every row once."""
+    weighted = [(row, {} if row.weight is None else {PRIVATE: row.weight}) for row in rows]
     if not (pulls := tuple(pulls)):
-        return tuple(Variant(row.label, row.algorithm, weights) for row, weights in weighed)
+        return tuple(Variant(row.label, row.algorithm, weights) for row, weights in weighted)
     return tuple(
         Variant(f"{row.label}, λ={pull:g}", row.algorithm, weights, {OPTED_OUT: pull, PRIVATE: pull})
-        for row, weights in weighed
+        for row, weights in weighted
         for pull in pulls
     )
 
 
-def experiment(
-    name: str, part: str, data: Data, mechanism: MechanismConfig, variants: tuple[Variant, ...], **others: object
+def make_experiment(
+    name: str, part: str, data: DataConfig, mechanism: MechanismConfig, variants: tuple[Variant, ...], **fields: object
 ) -> Experiment:
-    """A part of a table: the paper's training, rounds and all else that no row changes."""
+    """A part of a table, with the paper's training and rounds unless ``fields`` say otherwise."""
     table = TABLES.get(name, TABLES["noniid-mnist"])
-    chosen = {"rounds": ROUNDS, "server": AVERAGED, "evaluate_every": 100, "about": table.about} | others
+    defaults = {"rounds": ROUNDS, "server": AVERAGED, "evaluate_every": 100, "about": table.about}
     fixed = {"data": data, "mechanism": mechanism, "variants": variants, "model": table.model}
-    return Experiment(name=f"{name}/{part}", training=table.training, **fixed, **chosen)  # type: ignore[arg-type]
+    return Experiment(name=f"{name}/{part}", training=table.training, **fixed, **(defaults | fields))  # type: ignore[arg-type]
 
 
-def as_asked(experiment: Experiment, options: Options) -> Experiment:
-    """The experiment with what holds for all parts of a table.
+def apply_options(experiment: Experiment, options: Options) -> Experiment:
+    """The experiment with the options that hold for all parts of a table.
 
-    Clients leave out an epoch's last, partial batch, or train on all: the paper does not say. Personal models may train
-    for fewer epochs than global ones, as the paper's numbers of non-IID MNIST look; or there are none.
+    The paper does not say whether clients train on an epoch's last, partial batch. Its personal models of non-IID MNIST
+    look as if they were trained for one epoch of a round.
     """
-    chosen = {
-        "whole_batches": options.batches == "whole",
-        "personal_epochs": options.personal_epochs,
-        "personalize": bool(options.pulls),
-    }
+    training = replace(
+        experiment.training,
+        whole_batches=options.batches == "whole",
+        personal_epochs=options.personal_epochs,
+        personalize=bool(options.pulls),
+    )
     noise_seed = None if options.noise_seed is None else options.noise_seed + experiment.seed
-    return replace(experiment, training=replace(experiment.training, **chosen), noise_seed=noise_seed)
+    return replace(experiment, training=training, noise_seed=noise_seed)
 
 
 def paper_part(
-    name: str, rows: list[Row], data: Data, sampling: Sampling, pulls: Iterable[float] = PULLS, **others: object
+    name: str,
+    rows: list[TableRow],
+    data: DataConfig,
+    sampling: Sampling,
+    pulls: Iterable[float] = PULLS,
+    **fields: object,
 ) -> Experiment:
-    """All of the paper's rows that are asked for, in one experiment."""
+    """These rows of the paper in one experiment."""
     table = TABLES[name]
     mechanism = MechanismConfig(groups_of(table, data), AdaptiveClip(initial=table.clip), sampling=sampling)
-    return experiment(name, "paper", data, mechanism, variants_of(rows, pulls), **others)
+    return make_experiment(name, "paper", data, mechanism, variants_of(rows, pulls), **fields)

@@ -1,1 +1,45 @@
 """The record of a run: its schema, its files, its metrics and its tables."""
+
+from fedhdp.results.metrics import group_rows, half_interval
+from fedhdp.results.schema import GroupResult, MetricRow, Summary, VariantResult, account_groups, attach_metrics
+from fedhdp.results.store import (
+    EXPERIMENT_FILE,
+    SUMMARY_FILE,
+    DamagedRunError,
+    RunDirectory,
+    VariantDirectory,
+    atomic_write,
+    encode_json,
+    read_arrays,
+    read_value,
+    slug,
+    write_arrays,
+    write_value,
+)
+from fedhdp.results.tables import footnotes, format_table, table_cells
+
+__all__ = [
+    "EXPERIMENT_FILE",
+    "SUMMARY_FILE",
+    "DamagedRunError",
+    "GroupResult",
+    "MetricRow",
+    "RunDirectory",
+    "Summary",
+    "VariantDirectory",
+    "VariantResult",
+    "account_groups",
+    "atomic_write",
+    "attach_metrics",
+    "encode_json",
+    "footnotes",
+    "format_table",
+    "group_rows",
+    "half_interval",
+    "read_arrays",
+    "read_value",
+    "slug",
+    "table_cells",
+    "write_arrays",
+    "write_value",
+]

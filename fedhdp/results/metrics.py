@@ -1,4 +1,4 @@
-"""How good the models are, and for whom: every group by name, the mean over its clients, their spread, the worst decile.
+"""Statistics of the scores: each group's mean, variance and worst decile, and confidence intervals over seeds.
 
 Axis letters: K clients of the population.
 """
@@ -8,27 +8,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import stdev
-from typing import NamedTuple
 
 import numpy as np
+
+from fedhdp.results.schema import MetricRow
 
 CONFIDENCE = 0.95
 
 
-class MetricRow(NamedTuple):
-    """One measurement, as a line of a run's history."""
-
-    round: int
-    group: str
-    model: str  # global, personal, average or chosen
-    metric: str
-    value: float
-
-
 def group_rows(round: int, model: str, names: list[str], group_K: np.ndarray, score_K: np.ndarray) -> list[MetricRow]:
-    """Each group's mean score over its clients, the variance across them, and the mean of the worst tenth.
+    """Summarize the clients' scores by group: their mean, their variance and the mean of the worst tenth.
 
-    A client without test examples has no score (NaN) and does not count; a group without any is left out.
+    Args:
+        round: The round of the measurement.
+        model: The kind of model that was scored.
+        names: The groups.
+        group_K: Each client's index into ``names``.
+        score_K: Each client's score; NaN for a client without test examples, who does not count.
+
+    Returns:
+        Three rows for each group with a score.
     """
     rows = []
     for number, name in enumerate(names):
@@ -42,7 +41,7 @@ def group_rows(round: int, model: str, names: list[str], group_K: np.ndarray, sc
 
 
 def half_interval(values: Sequence[float]) -> float | None:
-    """Half of the 95% interval of the mean over seeds, which is Student's; None for a single one."""
+    """Half of the 95% interval of the mean, by Student's t distribution; None for a single value."""
     if len(values) < 2:
         return None
     from scipy.stats import t

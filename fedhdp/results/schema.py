@@ -1,26 +1,37 @@
-"""What a run came to: each variant and each group as a value, with its epsilons."""
+"""What a run records: a row for each measurement, and a value for each group, variant and experiment."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from importlib.util import find_spec
+from typing import NamedTuple
 
 import msgspec
 
-from fedhdp.mechanism import SERVER, Mechanism
-from fedhdp.privacy.accounting import PrivacyCost, compose, make_report, privacy_cost
-from fedhdp.results.metrics import MetricRow
+from fedhdp.mechanism import SERVER, Mechanism, PrivacyGroup
+from fedhdp.privacy.accounting import PrivacyCost, compose, is_accounting_installed, make_report, privacy_cost
 
-ACCOUNTING = find_spec("dp_accounting") is not None  # without it all trains as well, and epsilons are not known
+
+class MetricRow(NamedTuple):
+    """One measurement: a line of a run's history."""
+
+    round: int
+    group: str
+    model: str  # global, personal, average or chosen
+    metric: str
+    value: float
 
 
 class GroupResult(msgspec.Struct, forbid_unknown_fields=True):
-    """What one group got, and what it paid."""
+    """The accuracy and the privacy cost of one group.
+
+    ``epsilon`` is infinite where the group is unprotected and None where it is not known, because dp-accounting is
+    missing. JSON has no infinity: in files it is the string "inf" (see `results.store.encode_json`).
+    """
 
     name: str
     clients: int
-    opted_out: bool
+    unprotected: bool  # the noise that the group gets promises nothing
     noise_multiplier: float
     sampling_rate: float
     weight: float
@@ -32,24 +43,24 @@ class GroupResult(msgspec.Struct, forbid_unknown_fields=True):
     personal_variance: float | None = None
     personal_worst_decile: float | None = None
     average_accuracy: float | None = None
-    chosen_accuracy: float | None = None  # personal models, each client's pull chosen on what it held out
+    chosen_accuracy: float | None = None  # with the pull that scored best on each client's held-out data
     chosen_variance: float | None = None
-    rounds: int = 0  # in which its clients could be drawn
-    epsilon: float | None = None  # None: opted out, which is infinity, or not known
-    epsilon_pld: float | None = None
+    rounds: int = 0  # in which its clients could be sampled
+    epsilon: float | None = None  # by Renyi accounting
+    epsilon_pld: float | None = None  # by privacy loss distributions; None where these do not apply
     delta: float | None = None
-    epsilon_basis: str | None = None  # what the epsilons rest on
-    refused: int = 0
+    epsilon_basis: str | None = None  # delta, sampling rate, noise, rounds, sampling and adjacency of the epsilon
+    refused: int = 0  # updates that were not finite or out of range
 
 
 class VariantResult(msgspec.Struct, forbid_unknown_fields=True):
-    """What one variant of an experiment came to."""
+    """The result of one variant of an experiment."""
 
     name: str
     algorithm: str
     rounds: int
     seconds: float
-    repeatable: bool  # noise from a given seed: can be run again to the bit, and is therefore not private
+    repeatable: bool  # its noise came from a seed, so it is not private
     groups: list[GroupResult]
     server_accuracy: float | None = None
     server_average_accuracy: float | None = None
@@ -58,57 +69,82 @@ class VariantResult(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Summary(msgspec.Struct, forbid_unknown_fields=True):
-    """What an experiment came to."""
+    """The results of an experiment, and the code that produced them."""
 
     experiment: str
     seconds: float
     variants: list[VariantResult]
-    version: str = ""
+    version: str = ""  # of fedhdp
+    commit: str | None = None  # of fedhdp's checkout; None where it was installed without one
+    modified: bool | None = None  # whether the checkout differed from the commit
 
 
 def account_groups(
-    mechanism: Mechanism, spent: Callable[[str], Iterable[tuple]], delta: Callable[[str], float]
+    mechanism: Mechanism, costs_of: Callable[[str], Iterable[tuple]], delta_of: Callable[[str], float]
 ) -> list[GroupResult]:
-    """Every group with what was spent on it, priced by both accountants; the mechanism is the last that was run."""
-    made = []
-    for group in mechanism.groups:
-        paid = [
-            one
-            for one in (PrivacyCost(*fields) for fields in spent(group.name))
-            if one.sampling_rate > 0 and one.rounds
-        ]
-        fields = (group.noise_multiplier, group.sampling_rate, group.weight, group.pull)
-        rounds = sum(one.rounds for one in paid)
-        unprotected = mechanism.effective_noise_multiplier(group) == 0
-        result = GroupResult(group.name, group.clients, unprotected, *fields, rounds=rounds)
-        if ACCOUNTING and not unprotected:
-            result.delta = delta(group.name)
-            result.epsilon = compose(paid, result.delta)
-            result.opted_out = result.epsilon == math.inf  # too little noise to promise anything is none
-            last = privacy_cost(mechanism, group)._replace(rounds=rounds)
-            result.epsilon_basis = make_report(group.name, result.epsilon, result.delta, last, "rdp").basis
-            if len(paid) > 1:
-                result.epsilon_basis += f", {len(paid)} mechanisms composed, of which this is one"
-            if mechanism.sampling == "poisson":
-                result.epsilon_pld = compose(paid, result.delta, "pld")
-        made.append(result)
-    return made
+    """Compute what a run has cost each group.
+
+    Args:
+        mechanism: The mechanism of the run, with all of its groups.
+        costs_of: The rounds charged to a group, by its name: ``PrivacyCost`` values.
+        delta_of: The delta at which a group's epsilon is stated, by its name.
+
+    Returns:
+        A result for each group, in the order of the mechanism, without accuracies.
+    """
+    return [_account_group(mechanism, group, costs_of(group.name), delta_of(group.name)) for group in mechanism.groups]
+
+
+def _account_group(mechanism: Mechanism, group: PrivacyGroup, costs: Iterable[tuple], delta: float) -> GroupResult:
+    paid = [cost for cost in (PrivacyCost(*fields) for fields in costs) if cost.sampling_rate > 0 and cost.rounds]
+    rounds = sum(cost.rounds for cost in paid)
+    result = GroupResult(
+        name=group.name,
+        clients=group.clients,
+        unprotected=mechanism.effective_noise_multiplier(group) == 0,
+        noise_multiplier=group.noise_multiplier,
+        sampling_rate=group.sampling_rate,
+        weight=group.weight,
+        pull=group.pull,
+        rounds=rounds,
+    )
+    if result.unprotected:
+        result.epsilon = math.inf
+    elif is_accounting_installed():
+        result.delta = delta
+        result.epsilon = compose(paid, delta)
+        result.unprotected = result.epsilon == math.inf  # accounting takes very little noise as none
+        last = privacy_cost(mechanism, group)._replace(rounds=rounds)
+        result.epsilon_basis = make_report(group.name, result.epsilon, delta, last, "rdp").basis
+        if len(paid) > 1:
+            result.epsilon_basis += f", {len(paid)} mechanisms composed, of which this is one"
+        if mechanism.sampling == "poisson":
+            result.epsilon_pld = compose(paid, delta, "pld")
+    return result
 
 
 def attach_metrics(result: VariantResult, history: Iterable[MetricRow]) -> VariantResult:
-    """The result with the measurements of the last evaluated round."""
+    """Set a result's accuracies, clip and refused updates to those of the last evaluated round.
+
+    Args:
+        result: The result; it is changed.
+        history: The rows of the run.
+
+    Returns:
+        The same result.
+    """
     rows = list(history)
     last = max((row.round for row in rows), default=0)
-    found = {(row.group, row.model, row.metric): row.value for row in rows if row.round == last}
-    result.server_accuracy = found.get((SERVER, "global", "accuracy"))
-    result.server_average_accuracy = found.get((SERVER, "average", "accuracy"))
-    result.clip = found.get((SERVER, "global", "clip"))
+    values = {(row.group, row.model, row.metric): row.value for row in rows if row.round == last}
+    result.server_accuracy = values.get((SERVER, "global", "accuracy"))
+    result.server_average_accuracy = values.get((SERVER, "average", "accuracy"))
+    result.clip = values.get((SERVER, "global", "clip"))
     for group in result.groups:
         for model in ("global", "personal"):
             for metric in ("accuracy", "variance", "worst_decile"):
-                setattr(group, f"{model}_{metric}", found.get((group.name, model, metric)))
+                setattr(group, f"{model}_{metric}", values.get((group.name, model, metric)))
         for metric in ("accuracy", "variance"):
-            setattr(group, f"chosen_{metric}", found.get((group.name, "chosen", metric)))
-        group.average_accuracy = found.get((group.name, "average", "accuracy"))
-        group.refused = int(found.get((group.name, "global", "refused"), 0))
+            setattr(group, f"chosen_{metric}", values.get((group.name, "chosen", metric)))
+        group.average_accuracy = values.get((group.name, "average", "accuracy"))
+        group.refused = int(values.get((group.name, "global", "refused"), 0))
     return result

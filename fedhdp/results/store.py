@@ -1,93 +1,102 @@
-"""A run on disk: write it, read it. The only file format.
+"""The files of a run.
 
-    DIR/experiment.toml           exactly what was run; `fedhdp run DIR/experiment.toml` runs it again
-    DIR/run.json                  the run's own name, under which a ledger knows it, and the sha256 of the experiment
-    DIR/summary.json              what it came to; written last, so a folder with one is whole
-    DIR/VARIANT/history.csv       round, group, model, metric, value; appended as the run goes
-    DIR/VARIANT/checkpoint.npz    where to go on; gone when the variant is done
-    DIR/VARIANT/personal.bin      personal models that memory does not hold; gone when the variant is done
+    DIR/experiment.toml           the experiment; `fedhdp run DIR/experiment.toml` runs it again
+    DIR/run.json                  the run's id in the ledger, the sha256 of experiment.toml, fedhdp's version and commit
+    DIR/summary.json              the results; written last
+    DIR/VARIANT/history.csv       round, group, model, metric, value; appended to after each evaluation
+    DIR/VARIANT/checkpoint.npz    the state from which the run resumes; deleted when the variant is finished
+    DIR/VARIANT/personal.bin      personal models that do not fit into memory; deleted when the variant is finished
     DIR/VARIANT/model.npz         the final global model (and its average), by parameter
-    DIR/VARIANT/scores.npz        each client's score at the end, by the kind of model
+    DIR/VARIANT/scores.npz        each client's final score, by the kind of model
     DIR/VARIANT/result.json       the variant's part of the summary
 
-Every file but the history is written whole under another name and moved into place. A history may end in a torn line or
-in rounds that the checkpoint does not know: both are dropped when the run goes on.
+Every file but the history is written under another name and then renamed, so that a crash leaves the old file or the new
+one. A history may end in a torn line, or in rounds after the checkpoint: both are dropped when the run resumes.
 """
 
 from __future__ import annotations
 
 import csv
-import fcntl
 import hashlib
 import io
+import math
 import os
 import re
 import secrets
 import shutil
+import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import msgspec
 import numpy as np
 
 from fedhdp.errors import RunError
-from fedhdp.results.metrics import MetricRow
-from fedhdp.results.schema import VariantResult
+from fedhdp.results.provenance import provenance
+from fedhdp.results.schema import MetricRow, VariantResult
 
-EXPERIMENT, SUMMARY, LOCK = "experiment.toml", "summary.json", ".lock"
-RUN = "run.json"
-HISTORY, CHECKPOINT, MODEL, RESULT = "history.csv", "checkpoint.npz", "model.npz", "result.json"
-PERSONAL, SCORES = "personal.bin", "scores.npz"
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+EXPERIMENT_FILE, RUN_FILE, SUMMARY_FILE, LOCK_FILE = "experiment.toml", "run.json", "summary.json", ".lock"
+HISTORY_FILE, CHECKPOINT_FILE = "history.csv", "checkpoint.npz"
+MODEL_FILE, SCORES_FILE, RESULT_FILE = "model.npz", "scores.npz", "result.json"
 
 
-class RunName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The name under which a ledger knows the run, and the experiment that it is of."""
+class RunInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The id under which a ledger charges the run, its experiment, and the code that started it."""
 
     id: str
     experiment_sha256: str
+    version: str = ""
+    commit: str | None = None
+    modified: bool | None = None
 
 
 class DamagedRunError(RunError):
-    """A run folder that cannot be read."""
+    """A run directory that cannot be read."""
 
 
 def slug(name: str) -> str:
-    """A name as a folder's name."""
+    """A name as a directory's name: lower-case letters, digits, dots and hyphens."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.") or "run"
 
 
-def can_be_folder(name: str) -> bool:
-    """Whether a variant's folder may have this name."""
-    return len(slug(name)) <= 100 and slug(name) not in (EXPERIMENT, SUMMARY, RUN)
+def is_directory_name(name: str) -> bool:
+    """Whether a variant of this name can have a directory in the run's."""
+    return len(slug(name)) <= 100 and slug(name) not in (EXPERIMENT_FILE, SUMMARY_FILE, RUN_FILE)
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that is never seen half-written, even after a crash."""
+    """A file to write, which replaces the one at the path when it is complete and durable."""
     part = path.with_name(path.name + ".part")
     with open(part, "wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    if os.name == "posix":  # Windows cannot open a directory, and needs no sync of it
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
 
 def atomic_write(path: Path, content: bytes | memoryview) -> None:
-    """Write a file so that it is never seen half-written, even after a crash."""
+    """Write a file so that a crash leaves the old content or the new."""
     with atomic_file(path) as file:
         file.write(content)
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray | Callable[[], np.ndarray]]) -> None:
-    """Write named arrays as one whole file; those given as functions are made one after the other."""
+    """Write named arrays to an npz file; an array given as a function is computed when its turn comes."""
     with atomic_file(path) as file, zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
@@ -95,7 +104,11 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray | Callable[[], np.n
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Read named arrays back; a damaged file is refused."""
+    """Read named arrays from an npz file.
+
+    Raises:
+        DamagedRunError: If the file is missing or damaged.
+    """
     try:
         with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
@@ -103,37 +116,78 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         raise DamagedRunError(f"{path} is damaged: {error}") from error
 
 
+def encode_json(value: Any) -> bytes:
+    """Encode a value as indented JSON; an infinite number becomes the string "inf"."""
+    return msgspec.json.format(msgspec.json.encode(_inf_as_text(msgspec.to_builtins(value))), indent=2) + b"\n"
+
+
+def _inf_as_text(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _inf_as_text(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_inf_as_text(item) for item in value]
+    return "inf" if isinstance(value, float) and value == math.inf else value
+
+
 def write_value(path: Path, value: Any) -> None:
-    """Write a value as JSON."""
-    atomic_write(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    """Write a value as JSON (see `encode_json`)."""
+    atomic_write(path, encode_json(value))
 
 
 def read_value(path: Path, kind: type) -> Any:
-    """Read a value back from JSON; a damaged file is refused."""
+    """Read a value of a type from JSON; where a number is expected, the string "inf" is infinity.
+
+    Raises:
+        DamagedRunError: If the file is missing, damaged or of another type.
+    """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(path.read_bytes(), type=kind, strict=False)
     except (OSError, msgspec.MsgspecError) as error:
         raise DamagedRunError(f"{path} is damaged: {error}") from error
 
 
+def lock_file(file: IO, wait: bool = False) -> None:
+    """Lock an open file against other processes until it is closed.
+
+    Args:
+        file: The file, open for writing.
+        wait: Whether to wait until another process unlocks it.
+
+    Raises:
+        BlockingIOError: If another process has locked it.
+    """
+    if fcntl is not None:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    elif sys.platform == "win32":
+        import msvcrt
+
+        try:
+            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+        except OSError as error:
+            raise BlockingIOError(str(error)) from error
+
+
 class RunDirectory:
-    """A folder that holds one run, locked while somebody writes to it."""
+    """The directory of one run, locked while a process writes to it.
+
+    Raises:
+        DamagedRunError: If its files are damaged, or its experiment has been edited.
+        RunError: If another process has locked it.
+    """
 
     def __init__(self, path: Path):
         self.path = path
-        self._lock = open(path / LOCK, "w")  # noqa: SIM115 (kept open: closing it gives the lock up)
+        self._lock = open(path / LOCK_FILE, "w")  # noqa: SIM115 (closing it unlocks the directory)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            named = read_value(path / RUN, RunName)
-            if hashlib.sha256((path / EXPERIMENT).read_bytes()).hexdigest() != named.experiment_sha256:
-                hint = f"to run it as it is now: fedhdp run {path / EXPERIMENT}"
-                raise DamagedRunError(
-                    f"{path / EXPERIMENT} is not what the run was begun with, so it cannot go on; {hint}"
-                )
-            self.id = named.id
+            lock_file(self._lock)
+            info = read_value(path / RUN_FILE, RunInfo)
+            if hashlib.sha256((path / EXPERIMENT_FILE).read_bytes()).hexdigest() != info.experiment_sha256:
+                hint = f"to run it as it is: fedhdp run {path / EXPERIMENT_FILE}"
+                raise DamagedRunError(f"{path / EXPERIMENT_FILE} was edited after the run was started; {hint}")
+            self.id = info.id
         except BlockingIOError as error:
             self._lock.close()
-            raise ValueError(f"{path} is being written by another process") from error
+            raise RunError(f"{path} is being written by another process") from error
         except DamagedRunError:
             self._lock.close()
             raise
@@ -146,60 +200,77 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, experiment_toml: bytes) -> RunDirectory:
-        """A new run in an empty or a new folder."""
-        begun = {LOCK, RUN, f"{RUN}.part", f"{EXPERIMENT}.part"}  # all that a crash in here leaves
-        if path.exists() and (not path.is_dir() or {file.name for file in path.iterdir()} - begun):
-            hint = f"; to go on with it: fedhdp run --resume {path}" if (path / EXPERIMENT).exists() else ""
-            raise ValueError(f"--out {path} is not an empty folder{hint}")
-        path.mkdir(parents=True, exist_ok=True)
-        name, digest = f"{path.name}-{secrets.token_hex(4)}", hashlib.sha256(experiment_toml).hexdigest()
-        write_value(path / RUN, RunName(name, digest))
-        atomic_write(path / EXPERIMENT, experiment_toml)
-        return cls(path)
+        """Create a run in a new or an empty directory.
 
-    def discard_if_empty(self) -> None:
-        """Remove a folder in which nothing of a run is kept yet."""
-        kept = {file.name for file in self.path.rglob("*") if file.is_file()}
-        if kept <= {LOCK, RUN, EXPERIMENT}:
-            shutil.rmtree(self.path)
+        Raises:
+            RunError: If the directory has other files in it.
+        """
+        leftovers = {LOCK_FILE, RUN_FILE, f"{RUN_FILE}.part", f"{EXPERIMENT_FILE}.part"}  # of a crash in this function
+        if path.exists() and (not path.is_dir() or {file.name for file in path.iterdir()} - leftovers):
+            hint = f"; to resume the run in it: fedhdp run --resume {path}" if (path / EXPERIMENT_FILE).exists() else ""
+            raise RunError(f"--out {path} is not an empty directory{hint}", "out", str(path))
+        path.mkdir(parents=True, exist_ok=True)
+        run_id, digest = f"{path.name}-{secrets.token_hex(4)}", hashlib.sha256(experiment_toml).hexdigest()
+        write_value(path / RUN_FILE, RunInfo(run_id, digest, *provenance()))
+        atomic_write(path / EXPERIMENT_FILE, experiment_toml)
+        return cls(path)
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """A run that was begun before."""
-        if not (path / EXPERIMENT).is_file():
-            raise DamagedRunError(f"{path} holds no run: there is no {EXPERIMENT} in it")
+        """Open the directory of a run that was started.
+
+        Raises:
+            DamagedRunError: If there is no run in it, or a damaged one.
+        """
+        if not (path / EXPERIMENT_FILE).is_file():
+            raise DamagedRunError(f"{path} contains no run: it has no {EXPERIMENT_FILE}")
         return cls(path)
 
+    def discard_if_empty(self) -> None:
+        """Remove the directory unless it has results."""
+        files = {file.name for file in self.path.rglob("*") if file.is_file()}
+        if files <= {LOCK_FILE, RUN_FILE, EXPERIMENT_FILE}:
+            shutil.rmtree(self.path)
+
     def variant(self, name: str) -> VariantDirectory:
-        """The part of one variant."""
+        """The directory of one variant."""
         path = self.path / slug(name)
         path.mkdir(exist_ok=True)
         return VariantDirectory(path)
 
 
 class VariantDirectory:
-    """One variant's history, checkpoint, model and result."""
+    """The history, checkpoint, model and result of one variant."""
 
     def __init__(self, path: Path):
         self.path = path
 
+    @property
+    def started(self) -> bool:
+        """Whether a round may have been run, and charged."""
+        return any((self.path / file).exists() for file in (HISTORY_FILE, CHECKPOINT_FILE, RESULT_FILE))
+
     def result(self) -> VariantResult | None:
-        """What the variant came to, if it is done."""
-        path = self.path / RESULT
+        """The result, if the variant is finished."""
+        path = self.path / RESULT_FILE
         return read_value(path, VariantResult) if path.exists() else None
 
     def checkpoint(self) -> dict[str, np.ndarray] | None:
-        """Where to go on, if there is such a place."""
-        path = self.path / CHECKPOINT
+        """The state to resume from, if one was saved."""
+        path = self.path / CHECKPOINT_FILE
         return read_arrays(path) if path.exists() else None
 
-    def keep_checkpoint(self, arrays: Mapping[str, np.ndarray | Callable[[], np.ndarray]]) -> None:
-        """Remember where to go on."""
-        write_arrays(self.path / CHECKPOINT, arrays)
+    def save_checkpoint(self, arrays: Mapping[str, np.ndarray | Callable[[], np.ndarray]]) -> None:
+        """Save the state to resume from."""
+        write_arrays(self.path / CHECKPOINT_FILE, arrays)
 
     def history(self, until: int | None = None) -> list[MetricRow]:
-        """The measurements up to a round; a torn last line is no line."""
-        path = self.path / HISTORY
+        """The measurements up to a round; a torn last line is dropped.
+
+        Raises:
+            DamagedRunError: If another line is damaged.
+        """
+        path = self.path / HISTORY_FILE
         if not path.exists():
             return []
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
@@ -214,30 +285,29 @@ class VariantDirectory:
                 rows.append(row)
         return rows
 
-    def restart_history(self, rows: Iterable[MetricRow]) -> None:
-        """Begin the history anew with these measurements."""
-        atomic_write(self.path / HISTORY, (",".join(MetricRow._fields) + "\n" + _lines(rows)).encode())
+    def rewrite_history(self, rows: Iterable[MetricRow]) -> None:
+        """Replace the history by these measurements."""
+        atomic_write(self.path / HISTORY_FILE, (",".join(MetricRow._fields) + "\n" + _csv_lines(rows)).encode())
 
     def append_history(self, rows: Iterable[MetricRow]) -> None:
-        """Add measurements, all or none."""
-        with open(self.path / HISTORY, "a") as file:
-            file.write(_lines(rows))
+        """Append measurements durably."""
+        with open(self.path / HISTORY_FILE, "a", encoding="utf-8", newline="") as file:
+            file.write(_csv_lines(rows))
             file.flush()
             os.fsync(file.fileno())
 
     def finish(
         self, model: Mapping[str, np.ndarray], result: VariantResult, scores: Mapping[str, np.ndarray] | None = None
     ) -> None:
-        """Keep the model, every client's scores and the result; what a run goes on from is not needed any more."""
-        write_arrays(self.path / MODEL, model)
+        """Write the model, the clients' scores and the result, and delete the checkpoint."""
+        write_arrays(self.path / MODEL_FILE, model)
         if scores is not None:
-            write_arrays(self.path / SCORES, scores)
-        write_value(self.path / RESULT, result)
-        for name in (CHECKPOINT, PERSONAL):
-            (self.path / name).unlink(missing_ok=True)
+            write_arrays(self.path / SCORES_FILE, scores)
+        write_value(self.path / RESULT_FILE, result)
+        (self.path / CHECKPOINT_FILE).unlink(missing_ok=True)
 
 
-def _lines(rows: Iterable[MetricRow]) -> str:
+def _csv_lines(rows: Iterable[MetricRow]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows((*row[:4], repr(row.value)) for row in rows)
     return text.getvalue()

@@ -1,1 +1,18 @@
-"""Closed forms for federated linear regression and point estimation, and the simulation that checks them."""
+"""Closed forms for federated linear regression and point estimation, and the plan of a population's privacy levels."""
+
+from fedhdp.theory.linear_regression import Problem, TheoryGroup
+from fedhdp.theory.optimum import Optimum, find_optimum
+from fedhdp.theory.planning import ErrorEstimate, LevelShare, Plan, estimate_error, plan, with_optimal_weights
+
+__all__ = [
+    "ErrorEstimate",
+    "LevelShare",
+    "Optimum",
+    "Plan",
+    "Problem",
+    "TheoryGroup",
+    "estimate_error",
+    "find_optimum",
+    "plan",
+    "with_optimal_weights",
+]

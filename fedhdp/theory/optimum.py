@@ -1,7 +1,7 @@
-"""What a user asks of the theory: the best weights, pulls and errors for their own levels, with the baselines beside.
+"""The best weights, pulls and errors for given groups, and those of the baselines.
 
-The values here are plain records, ready to be printed or written as JSON (``msgspec.to_builtins``). A baseline is the
-same closed form at other weights and other noise, each with the best Ditto pull it can have (paper: section 3.1.1).
+All results are records that msgspec writes as JSON. A baseline is the same closed form at other weights and other noise,
+with its best Ditto pull (paper: section 3.1.1).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from numpy.typing import ArrayLike
 
 from fedhdp.mechanism import Mechanism, Noise, PrivacyGroup
 from fedhdp.theory import linear_regression, shared_noise
-from fedhdp.theory.linear_regression import Level, Problem, quotient
+from fedhdp.theory.linear_regression import Problem, TheoryGroup, quotient
 
 
 class GroupOptimum(msgspec.Struct, frozen=True):
-    """FedHDP for the clients of one level.
+    """FedHDP for the clients of one group.
 
     ``client_mse`` is the error at ``pull`` and ``client_mse_own_noise`` at ``pull_own_noise``, both with the client's
-    own noise inside the global estimate; ``bayes_mse`` is the error at ``pull`` when the client takes that noise out.
+    own noise in the global estimate. ``bayes_mse`` is the error at ``pull`` if the client subtracts that noise.
     """
 
     name: str
@@ -32,8 +32,8 @@ class GroupOptimum(msgspec.Struct, frozen=True):
     bayes_mse: float
 
 
-class GroupOutcome(msgspec.Struct, frozen=True):
-    """What another algorithm gives the clients of one level, at its best pull."""
+class BaselineGroup(msgspec.Struct, frozen=True):
+    """A baseline for the clients of one group, at its best pull."""
 
     name: str
     weight: float
@@ -41,23 +41,23 @@ class GroupOutcome(msgspec.Struct, frozen=True):
     client_mse: float
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """What another algorithm gives; no server, no server variance."""
+class Baseline(msgspec.Struct, frozen=True):
+    """A baseline; ``server_variance`` is None without a server."""
 
     server_variance: float | None
-    groups: tuple[GroupOutcome, ...]
+    groups: tuple[BaselineGroup, ...]
 
 
 class Optimum(msgspec.Struct, frozen=True):
-    """FedHDP at its best, and beside it the baselines and FedHDP with one shared noise instead of one for each level."""
+    """FedHDP at its optimum, the baselines, and FedHDP with one shared noise instead of one for each group."""
 
     server_variance: float
     groups: tuple[GroupOptimum, ...]
-    baselines: dict[str, Outcome]
+    baselines: dict[str, Baseline]
 
 
-def optimum(problem: Problem) -> Optimum:
-    """The best weights, pulls and errors; a weight is relative to the first level."""
+def find_optimum(problem: Problem) -> Optimum:
+    """Compute the best weights, pulls and errors; weights are relative to the first group."""
     weight_G = linear_regression.optimal_weights(problem)
     pull_G, own_G = linear_regression.optimal_pulls(problem), linear_regression.own_noise_pulls(problem)
     columns = (
@@ -68,65 +68,65 @@ def optimum(problem: Problem) -> Optimum:
         linear_regression.client_mse(problem, weight_G, own_G),
         linear_regression.bayes_mse(problem),
     )
-    rows = zip(problem.levels, *(column.tolist() for column in columns))
+    rows = zip(problem.groups, *(column.tolist() for column in columns), strict=True)
     return Optimum(
         server_variance=linear_regression.optimal_server_variance(problem),
-        groups=tuple(GroupOptimum(level.name, level.clients, *numbers) for level, *numbers in rows),
+        groups=tuple(GroupOptimum(group.name, group.clients, *numbers) for group, *numbers in rows),
         baselines=baselines(problem) | {"fedhdp_shared_noise": _shared(problem)},
     )
 
 
-def baselines(problem: Problem) -> dict[str, Outcome]:
-    """Equal weights without noise, with the strictest noise for all, with each level's own; and no server at all."""
-    equal_G = np.ones(len(problem.levels))
+def baselines(problem: Problem) -> dict[str, Baseline]:
+    """Equal weights without noise, with the strictest noise for all, with each group's noise; and local training only."""
+    equal_G = np.ones(len(problem.groups))
     return {
-        "non_private": _outcome(with_noise(problem, np.zeros(len(problem.levels))), equal_G),
-        "dp_fedavg": _outcome(with_noise(problem, np.full(len(problem.levels), problem.noise_G.max())), equal_G),
-        "hdp_fedavg": _outcome(problem, equal_G),
-        "local_only": Outcome(None, _groups(problem, equal_G * 0, equal_G * 0, equal_G * problem.alpha2)),
+        "non_private": _baseline(with_noise(problem, np.zeros(len(problem.groups))), equal_G),
+        "dp_fedavg": _baseline(with_noise(problem, np.full(len(problem.groups), problem.noise_G.max())), equal_G),
+        "hdp_fedavg": _baseline(problem, equal_G),
+        "local_only": Baseline(None, _groups(problem, equal_G * 0, equal_G * 0, equal_G * problem.alpha2)),
     }
 
 
 def with_noise(problem: Problem, noise_G: ArrayLike) -> Problem:
-    """The same clients with other noise on their updates."""
-    pairs = zip(problem.levels, np.asarray(noise_G, float).tolist())
-    levels = tuple(Level(level.name, level.clients, noise / level.clients) for level, noise in pairs)
-    return Problem(levels, problem.alpha2, problem.tau2)
+    """The same clients with this noise variance on each group's updates."""
+    pairs = zip(problem.groups, np.asarray(noise_G, float).tolist(), strict=True)
+    groups = tuple(TheoryGroup(group.name, group.clients, noise / group.clients) for group, noise in pairs)
+    return Problem(groups, problem.alpha2, problem.tau2)
 
 
-def mechanism(
+def make_mechanism(
     problem: Problem,
     weights: ArrayLike,
     pulls: ArrayLike,
     clip: float,
     noise: Noise = "per_group",
 ) -> Mechanism:
-    """What the engine runs for these levels: the noise N_j gamma_j that level j is owed on its sum, in clips.
+    """The mechanism with the theory's noise: standard deviation N_j gamma_j on the sum of group j's updates.
 
-    Each of N_j clients noising its own update by N_j gamma_j^2 puts variance (N_j gamma_j)^2 on the level's sum, and the
-    engine's server adds the same to the sum itself. The clip must leave every update whole, as the theory has none.
+    In the theory each of N_j clients adds variance N_j gamma_j^2 to its update, hence (N_j gamma_j)^2 to the group's sum.
+    The server adds the same to the sum. The clip must be above every update's norm, as the theory does not clip.
     """
-    owed_G = shared_noise.multipliers(problem) / clip
-    weight_G, pull_G = (np.broadcast_to(np.asarray(a, float), owed_G.shape).tolist() for a in (weights, pulls))
-    rows = zip(problem.levels, owed_G.tolist(), weight_G, pull_G)
-    groups = tuple(PrivacyGroup(level.name, level.clients, z, 1.0, weight, pull) for level, z, weight, pull in rows)
+    z_G = shared_noise.multipliers(problem) / clip
+    weight_G, pull_G = (np.broadcast_to(np.asarray(a, float), z_G.shape).tolist() for a in (weights, pulls))
+    rows = zip(problem.groups, z_G.tolist(), weight_G, pull_G, strict=True)
+    groups = tuple(PrivacyGroup(group.name, group.clients, z, 1.0, weight, pull) for group, z, weight, pull in rows)
     return Mechanism(groups, clip=clip, noise=noise)
 
 
-def _outcome(problem: Problem, weight_G: np.ndarray) -> Outcome:
+def _baseline(problem: Problem, weight_G: np.ndarray) -> Baseline:
     pull_G = linear_regression.best_pulls(problem, weight_G)
     mse_G = linear_regression.client_mse(problem, weight_G, pull_G)
-    return Outcome(linear_regression.server_variance(problem, weight_G), _groups(problem, weight_G, pull_G, mse_G))
+    return Baseline(linear_regression.server_variance(problem, weight_G), _groups(problem, weight_G, pull_G, mse_G))
 
 
-def _shared(problem: Problem) -> Outcome:
+def _shared(problem: Problem) -> Baseline:
     weight_G = shared_noise.optimal_weights(problem)
     pull_G = shared_noise.optimal_pulls(problem, weight_G)
     mse_G = shared_noise.client_mse(problem, weight_G, pull_G)
     groups = _groups(problem, quotient(weight_G, weight_G[0], 1.0), pull_G, mse_G)
-    return Outcome(shared_noise.server_variance(problem, weight_G), groups)
+    return Baseline(shared_noise.server_variance(problem, weight_G), groups)
 
 
-def _groups(problem: Problem, weight_G: np.ndarray, pull_G: np.ndarray, mse_G: np.ndarray) -> tuple[GroupOutcome, ...]:
-    rows = zip(problem.levels, weight_G.tolist(), pull_G.tolist(), mse_G.tolist())
-    return tuple(GroupOutcome(level.name, *numbers) for level, *numbers in rows)
+def _groups(problem: Problem, weight_G: np.ndarray, pull_G: np.ndarray, mse_G: np.ndarray) -> tuple[BaselineGroup, ...]:
+    rows = zip(problem.groups, weight_G.tolist(), pull_G.tolist(), mse_G.tolist(), strict=True)
+    return tuple(BaselineGroup(group.name, *numbers) for group, *numbers in rows)

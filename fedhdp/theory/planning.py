@@ -1,14 +1,14 @@
-"""Before anything is run: what privacy levels and their shares of the clients mean for noise, weights and one another.
+"""Plan before running: the noise, weights and expected error of privacy levels and their shares of the clients.
 
-A plan is read off a ``Mechanism``: levels become groups, ``calibrate`` gives each its noise, the theory its weight. All
-lengths are in clips. A round's update is the weighted sum of clipped updates and one noise, over what is expected. What
-is looked for, the mean of everybody's clipped updates, is at most one clip long; the mean of T rounds misses it by
+Levels become the groups of a ``Mechanism``, ``calibrate`` sets their noise, and the theory sets their weights. All lengths
+are in units of the clip. A round's update is the weighted sum of clipped updates plus noise, over its expected weight.
+The target is the mean of all clients' clipped updates, of length at most 1. The mean of T rounds differs from it by
 
-    noise        sigma sqrt(d / T) / W              sigma = max_j r_j z_j, W = sum_j q N_j r_j, d parameters
-    sampling     sqrt(sum_j q N_j r_j^2 / T) / W    who happened to come
-    imbalance    sqrt(sum_j N_j r_j^2 / (sum_j N_j r_j)^2 - 1 / N)    who is hardly heard
+    noise            sigma sqrt(d / T) / W              sigma = max_j r_j z_j, W = sum_j q N_j r_j, d parameters
+    sampling         sqrt(sum_j q N_j r_j^2 / T) / W    from the random cohorts
+    weighting bias   sqrt(sum_j N_j r_j^2 / (sum_j N_j r_j)^2 - 1 / N)    from unequal weights
 
-The weights are those of least error, all three together: the theory's, with sigma_c^2 = q + q^2 T and noise d z_j^2.
+The weights minimize the three together: they are the theory's, with sigma_c^2 = q + q^2 T and noise d z_j^2.
 Derivation and limits: docs/how-to/plan.md. Axis letters: G groups.
 """
 
@@ -28,11 +28,11 @@ from fedhdp.privacy.accounting import epsilon
 from fedhdp.privacy.calibration import calibrate
 from fedhdp.theory import linear_regression, shared_noise
 
-PAPERS_PARAMETERS = 39_760  # a network of 784, 50 and 10 units
+MLP_PARAMETERS = 39_760  # the paper's network for MNIST: 784, 50 and 10 units
 
 
-class Level(msgspec.Struct, frozen=True):
-    """A privacy level that clients may choose, and the share of them who do; infinity is opting out."""
+class LevelShare(msgspec.Struct, frozen=True):
+    """A privacy level and the share of clients who choose it; an infinite epsilon opts out."""
 
     name: str
     epsilon: float
@@ -45,43 +45,43 @@ class Level(msgspec.Struct, frozen=True):
 
 
 class ErrorEstimate(msgspec.Struct, frozen=True):
-    """What reaches the model, in clips: the noise of a round, and how far the mean of all rounds is from everybody's."""
+    """The expected error of the model, in units of the clip: of one round, and of the mean over rounds."""
 
-    noise_per_parameter: float  # of one round, on each parameter
-    noise_of_a_round: float  # of one round, on all parameters together
+    noise_per_parameter: float  # one round, standard deviation on each parameter
+    noise_per_round: float  # one round, norm over all parameters
     noise: float
     sampling: float
-    imbalance: float
-    error: float  # the three together; the mean that is looked for is at most 1
+    weighting_bias: float
+    error: float  # root of the sum of squares of the last three
 
 
 class PlannedLevel(msgspec.Struct, frozen=True):
-    """What one level needs, gets and weighs."""
+    """The noise, weights and epsilons of one level."""
 
     name: str
     clients: int
-    clients_a_round: float
+    expected_cohort_size: float
     opted_out: bool
-    epsilon_asked: float
+    target_epsilon: float
     noise_multiplier: float
     weight: float
-    weight_per_group: float  # were every group noised by itself, as the paper has it
-    weight_share: float  # the level's part of the weighted mean
-    epsilon_rdp: float  # of the noise it really gets
+    weight_per_group: float  # where noise is added per group, as in the paper
+    weight_share: float  # the level's share of the weighted mean
+    epsilon_rdp: float  # of its effective noise
     epsilon_pld: float
 
 
-class Cost(msgspec.Struct, frozen=True):
-    """What a level's choice costs everybody, beside two worlds without it; None where there is no such world."""
+class LevelCost(msgspec.Struct, frozen=True):
+    """The error of the model if a level's clients chose otherwise; None where that is not possible."""
 
     name: str
-    without: ErrorEstimate | None  # these clients do not take part at all
-    opted_out: ErrorEstimate | None  # they take part, and ask for no privacy
-    unweighed_without: ErrorEstimate | None  # as the first, with every update the same weight
+    without: ErrorEstimate | None  # these clients do not participate
+    opted_out: ErrorEstimate | None  # these clients opt out
+    equal_weights_without: ErrorEstimate | None  # as `without`, with equal weights
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """A mechanism with the weights that theory suggests, and what to expect of it and of its alternatives."""
+    """A mechanism with the theory's weights, and the expected error of it and of its alternatives."""
 
     clients: int
     cohort: float
@@ -91,7 +91,7 @@ class Plan(msgspec.Struct, frozen=True):
     mechanism: Mechanism
     levels: tuple[PlannedLevel, ...]
     error_estimates: dict[str, ErrorEstimate]  # by algorithm
-    costs: tuple[Cost, ...]
+    costs: tuple[LevelCost, ...]
 
 
 def plan(
@@ -99,85 +99,113 @@ def plan(
     cohort: float,
     rounds: int,
     delta: float,
-    levels: Sequence[Level],
-    parameters: int = PAPERS_PARAMETERS,
+    levels: Sequence[LevelShare],
+    parameters: int = MLP_PARAMETERS,
 ) -> Plan:
-    """The noise, the weights, and what they let through, for clients who choose among levels."""
+    """Calibrate the noise, choose the weights and estimate the error.
+
+    Args:
+        clients: The size of the population.
+        cohort: The expected number of clients in a round.
+        rounds: The number of rounds.
+        delta: The delta of every level's guarantee.
+        levels: The levels and their shares, which add to one.
+        parameters: The number of the model's parameters.
+
+    Returns:
+        The plan.
+
+    Raises:
+        InvalidValueError: If an argument is out of range, or the shares do not add to one.
+    """
     require(clients >= 1, "clients", clients, "at least 1")
     require(0 < cohort <= clients, "cohort", cohort, f"above 0 and at most the {clients} clients")
     require(rounds >= 1, "rounds", rounds, "at least 1")
     require(parameters >= 1, "parameters", parameters, "at least 1")
-    chosen = _mechanism(clients, cohort / clients, levels)
-    asked = {level.name: level.epsilon for level in levels}
-    chosen = with_optimal_weights(calibrate(chosen, asked, rounds, delta), rounds, parameters)
+    targets = {level.name: level.epsilon for level in levels}
+    calibrated = calibrate(_uncalibrated(clients, cohort / clients, levels), targets, rounds, delta)
+    mechanism = with_optimal_weights(calibrated, rounds, parameters)
+    per_group = with_optimal_weights(replace(mechanism, noise="per_group"), rounds, parameters)
+    algorithms = {
+        "fedhdp": mechanism,
+        "fedhdp_per_group": per_group,
+        "hdp_fedavg": hdp_fedavg(mechanism),
+        "dp_fedavg": dp_fedavg(mechanism),
+        "non_private": non_private(mechanism),
+    }
     return Plan(
         clients,
         cohort,
         rounds,
         delta,
         parameters,
-        chosen,
-        levels=_planned(chosen, asked, rounds, delta, parameters),
-        error_estimates={
-            "fedhdp": estimate_error(chosen, rounds, parameters),
-            "fedhdp_per_group": estimate_error(
-                with_optimal_weights(replace(chosen, noise="per_group"), rounds, parameters), rounds, parameters
-            ),
-            "hdp_fedavg": estimate_error(hdp_fedavg(chosen), rounds, parameters),
-            "dp_fedavg": estimate_error(dp_fedavg(chosen), rounds, parameters),
-            "non_private": estimate_error(non_private(chosen), rounds, parameters),
-        },
-        costs=tuple(_cost(chosen, group, rounds, parameters) for group in chosen.groups),
+        mechanism,
+        levels=_planned_levels(mechanism, per_group, targets, rounds, delta),
+        error_estimates={name: estimate_error(m, rounds, parameters) for name, m in algorithms.items()},
+        costs=tuple(_level_cost(mechanism, group, rounds, parameters) for group in mechanism.groups),
     )
 
 
-def estimate_error(mechanism: Mechanism, rounds: int, parameters: int, everybody: int | None = None) -> ErrorEstimate:
-    """What of some rounds reaches a model of so many parameters; everybody: more clients than take part."""
-    n_G = np.array([mechanism.expected_cohort_size(group) for group in mechanism.groups])
-    N_G = np.array([group.clients for group in mechanism.groups])
-    r_G = np.array([group.weight for group in mechanism.groups])
-    each = mechanism.update_noise_stddev / mechanism.expected_weight
-    of_a_round = each * math.sqrt(parameters)
-    noise = of_a_round / math.sqrt(rounds)
-    sampling = math.sqrt(float(n_G @ r_G**2) / rounds) / mechanism.expected_weight
-    imbalance = math.sqrt(max(0.0, float(N_G @ r_G**2) / float(N_G @ r_G) ** 2 - 1 / (everybody or mechanism.clients)))
-    return ErrorEstimate(each, of_a_round, noise, sampling, imbalance, math.hypot(noise, sampling, imbalance))
+def estimate_error(mechanism: Mechanism, rounds: int, parameters: int, clients: int | None = None) -> ErrorEstimate:
+    """Estimate the error of the mean of all rounds.
+
+    Args:
+        mechanism: The mechanism.
+        rounds: The number of rounds.
+        parameters: The number of the model's parameters.
+        clients: The size of the population, if more clients exist than the mechanism has; default its own.
+
+    Returns:
+        The error and its parts.
+    """
+    cohort_G = np.array([mechanism.expected_cohort_size(group) for group in mechanism.groups])
+    clients_G = np.array([group.clients for group in mechanism.groups])
+    weight_G = np.array([group.weight for group in mechanism.groups])
+    noise_per_parameter = mechanism.update_noise_stddev / mechanism.expected_weight
+    noise_per_round = noise_per_parameter * math.sqrt(parameters)
+    noise = noise_per_round / math.sqrt(rounds)
+    sampling = math.sqrt(float(cohort_G @ weight_G**2) / rounds) / mechanism.expected_weight
+    spread = float(clients_G @ weight_G**2) / float(clients_G @ weight_G) ** 2
+    bias = math.sqrt(max(0.0, spread - 1 / (clients or mechanism.clients)))
+    return ErrorEstimate(noise_per_parameter, noise_per_round, noise, sampling, bias, math.hypot(noise, sampling, bias))
 
 
 def with_optimal_weights(mechanism: Mechanism, rounds: int, parameters: int) -> Mechanism:
-    """The mechanism with the weights of least error, which are relative to the level that is owed least."""
+    """The mechanism with the weights of least error, relative to the group with the least noise."""
     theory = shared_noise if mechanism.noise == "shared" else linear_regression
     weight_G = theory.optimal_weights(_problem(mechanism, rounds, parameters)).tolist()
-    return replace(mechanism, groups=tuple(replace(g, weight=r) for g, r in zip(mechanism.groups, weight_G)))
+    groups = tuple(replace(group, weight=r) for group, r in zip(mechanism.groups, weight_G, strict=True))
+    return replace(mechanism, groups=groups)
 
 
 def _problem(mechanism: Mechanism, rounds: int, parameters: int) -> linear_regression.Problem:
-    """All rounds as the theory's problem, in squared clips over T: a client spreads by q + q^2 T, the noise by d z^2."""
+    """All rounds as the theory's problem, in squared clips over T: a client has variance q + q^2 T, the noise d z^2."""
     rate = mechanism.expected_cohort_size() / mechanism.clients
-    owed = ((g, parameters * mechanism.update_noise_multiplier(g) ** 2) for g in mechanism.groups)
-    levels = tuple(linear_regression.Level(g.name, g.clients, noise / g.clients**2) for g, noise in owed)
-    return linear_regression.Problem(levels, alpha2=rate, tau2=rate**2 * rounds)
+    groups = []
+    for group in mechanism.groups:
+        noise = parameters * mechanism.update_noise_multiplier(group) ** 2
+        groups.append(linear_regression.TheoryGroup(group.name, group.clients, noise / group.clients**2))
+    return linear_regression.Problem(tuple(groups), alpha2=rate, tau2=rate**2 * rounds)
 
 
-def _mechanism(clients: int, rate: float, levels: Sequence[Level]) -> Mechanism:
-    """The levels as groups, without noise or weights as yet."""
+def _uncalibrated(clients: int, rate: float, levels: Sequence[LevelShare]) -> Mechanism:
+    """The levels as groups without noise, of weight 1."""
     require(len(levels) >= 1, "levels", levels, "at least one level")
     total = math.fsum(level.share for level in levels)
     require(abs(total - 1) < 1e-6, "shares", total, "shares that add to 100%")
     for level in levels:
-        require(
-            level.share * clients >= 1, f"share of {level.name!r}", level.share, f"one of {clients} clients or more"
-        )
+        rule = f"large enough for one of {clients} clients"
+        require(level.share * clients >= 1, f"share of {level.name!r}", level.share, rule)
     shares = [level.share / total for level in levels]
-    split = linear_regression.levels_from_shares(clients, shares, [0.0] * len(levels))
-    groups = tuple(PrivacyGroup(level.name, part.clients, 0.0, rate) for level, part in zip(levels, split))
+    split = linear_regression.groups_from_shares(clients, shares, [0.0] * len(levels))
+    pairs = zip(levels, split, strict=True)
+    groups = tuple(PrivacyGroup(level.name, part.clients, 0.0, rate) for level, part in pairs)
     return Mechanism(groups, AdaptiveClip(initial=0.5))
 
 
-def _planned(
-    mechanism: Mechanism, asked: dict[str, float], rounds: int, delta: float, parameters: int
+def _planned_levels(
+    mechanism: Mechanism, per_group: Mechanism, targets: dict[str, float], rounds: int, delta: float
 ) -> tuple[PlannedLevel, ...]:
-    own = with_optimal_weights(replace(mechanism, noise="per_group"), rounds, parameters)
     rdp, pld = epsilon(mechanism, rounds, delta, "rdp"), epsilon(mechanism, rounds, delta, "pld")
     return tuple(
         PlannedLevel(
@@ -185,32 +213,31 @@ def _planned(
             group.clients,
             mechanism.expected_cohort_size(group),
             group.opted_out,
-            asked[group.name],
+            targets[group.name],
             group.noise_multiplier,
             group.weight,
-            alone.weight,
+            same_group.weight,
             group.weight * mechanism.expected_cohort_size(group) / mechanism.expected_weight,
             rdp[group.name],
             pld[group.name],
         )
-        for group, alone in zip(mechanism.groups, own.groups)
+        for group, same_group in zip(mechanism.groups, per_group.groups, strict=True)
     )
 
 
-def _cost(mechanism: Mechanism, group: PrivacyGroup, rounds: int, parameters: int) -> Cost:
-    """What the others would have without these clients, weighed or not, and with them if they asked for nothing."""
-    others = tuple(other for other in mechanism.groups if other != group)
-    without = replace(mechanism, groups=others) if others else None
-    open_ = tuple(replace(g, noise_multiplier=0.0) if g == group else g for g in mechanism.groups)
+def _level_cost(mechanism: Mechanism, group: PrivacyGroup, rounds: int, parameters: int) -> LevelCost:
+    """The error without these clients, with and without optimal weights, and the error if they opted out."""
 
-    def at_best(changed: Mechanism) -> ErrorEstimate:
-        return estimate_error(with_optimal_weights(changed, rounds, parameters), rounds, parameters, mechanism.clients)
+    def optimal_error(changed: Mechanism) -> ErrorEstimate:
+        weighted = with_optimal_weights(changed, rounds, parameters)
+        return estimate_error(weighted, rounds, parameters, mechanism.clients)
 
-    return Cost(
-        group.name,
-        without=at_best(without) if without else None,
-        opted_out=None if group.opted_out else at_best(replace(mechanism, groups=open_)),
-        unweighed_without=estimate_error(hdp_fedavg(without), rounds, parameters, mechanism.clients)
-        if without
-        else None,
-    )
+    without = equal_weights_without = opted_out = None
+    if others := tuple(other for other in mechanism.groups if other != group):
+        remaining = replace(mechanism, groups=others)
+        without = optimal_error(remaining)
+        equal_weights_without = estimate_error(hdp_fedavg(remaining), rounds, parameters, mechanism.clients)
+    if not group.opted_out:
+        changed = tuple(replace(g, noise_multiplier=0.0) if g == group else g for g in mechanism.groups)
+        opted_out = optimal_error(replace(mechanism, groups=changed))
+    return LevelCost(group.name, without, opted_out, equal_weights_without)

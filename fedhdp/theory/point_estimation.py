@@ -1,8 +1,8 @@
-"""Federated point estimation in which clients may opt out of privacy (paper: appendix B), as the paper writes it.
+"""Federated point estimation in which clients may opt out of privacy (paper: appendix B), in the paper's formulas.
 
-One coordinate, two levels: opted out (no noise) and private (noise of variance N_p gamma2 on each update, N_p private
-clients). Everything here is the two-level case of ``linear_regression`` written out in the paper's own symbols, so that
-each can be checked against the other. rho is the share that opted out, sigma_c2 = alpha2 + tau2.
+One coordinate and two groups: opted out (no noise) and private (variance N_p gamma2 on each update, N_p private
+clients). This is the two-group case of ``linear_regression`` in the paper's symbols, so that tests check one against the
+other. rho is the share of clients that opted out; sigma_c2 = alpha2 + tau2.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import NamedTuple
 import msgspec
 
 from fedhdp.errors import require
-from fedhdp.theory.linear_regression import Level, Problem
+from fedhdp.theory.linear_regression import Problem, TheoryGroup
 
 
 class OptOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """So many clients of whom a share opted out; rho 0: all are private, rho 1: none is."""
+    """Clients of whom the share ``rho`` opted out."""
 
     clients: int
     rho: float
@@ -35,25 +35,25 @@ class OptOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def private(self) -> float:
-        """N_p."""
+        """N_p, the number of private clients."""
         return (1 - self.rho) * self.clients
 
     @property
     def sigma_c2(self) -> float:
-        """How far a client's own estimate is from the global truth."""
+        """The variance of a local estimate around the global truth."""
         return self.alpha2 + self.tau2
 
     @property
     def problem(self) -> Problem:
-        """The same as levels; a level without clients is left out."""
+        """The case as a `Problem`, without groups that have no clients."""
         private = round(self.private)
-        levels = [Level("opted out", self.clients - private, 0.0)] if private < self.clients else []
-        levels += [Level("private", private, self.gamma2)] if private > 0 else []
-        return Problem(tuple(levels), self.alpha2, self.tau2)
+        groups = [TheoryGroup("opted out", self.clients - private, 0.0)] if private < self.clients else []
+        groups += [TheoryGroup("private", private, self.gamma2)] if private > 0 else []
+        return Problem(tuple(groups), self.alpha2, self.tau2)
 
 
 class Gaps(NamedTuple):
-    """How much larger one server error is than another."""
+    """Differences of server errors."""
 
     hdp_fedavg_over_optimal: float
     dp_fedavg_over_optimal: float
@@ -66,12 +66,12 @@ def optimal_ratio(case: OptOut) -> float:
 
 
 def server_variance(case: OptOut, ratio: float) -> float:
-    """The server's error when a private client counts for ``ratio`` of an opted-out one."""
+    """The server's error where a private client has ``ratio`` times the weight of an opted-out one."""
     require(0 <= ratio < math.inf, "ratio", ratio, "finite and at least 0")
-    open_, private = case.rho * case.clients, case.private
-    total = open_ + ratio * private
+    opted_out, private = case.rho * case.clients, case.private
+    total = opted_out + ratio * private
     require(total > 0, "ratio", ratio, "above 0 where nobody opted out")
-    return (open_ * case.sigma_c2 + ratio**2 * private * (case.sigma_c2 + private * case.gamma2)) / total**2
+    return (opted_out * case.sigma_c2 + ratio**2 * private * (case.sigma_c2 + private * case.gamma2)) / total**2
 
 
 def optimal_server_variance(case: OptOut) -> float:
@@ -92,15 +92,15 @@ def performance_gaps(case: OptOut) -> Gaps:
 
 
 def optimal_pulls(case: OptOut) -> tuple[float, float]:
-    """lambda* of an opted-out and of a private client, infinite where clients do not differ and nobody adds noise."""
+    """lambda* of an opted-out and of a private client; infinite without heterogeneity and noise."""
     if case.alpha2 == 0:
         return 0.0, 0.0
     upsilon2, gamma2 = case.tau2 / case.alpha2, case.private * case.gamma2 / case.alpha2
     N, opted_out = case.clients, case.rho * case.clients
     numerator = N + N * upsilon2 + opted_out * gamma2
     denominator = N * upsilon2 * (upsilon2 + 1) + (opted_out + 1) * upsilon2 * gamma2 + gamma2
-    return _over(1.0, upsilon2), _over(numerator, denominator)
+    return _divide(1.0, upsilon2), _divide(numerator, denominator)
 
 
-def _over(numerator: float, denominator: float) -> float:
+def _divide(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator > 0 else math.inf

@@ -21,7 +21,7 @@ import pytest
 
 from fedhdp.algorithms import ALGORITHMS
 from fedhdp.client import LocalTraining
-from fedhdp.experiments.components import Data, ModelChoice
+from fedhdp.experiments.components import DataConfig, ModelConfig
 from fedhdp.experiments.config import Experiment, Variant
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
@@ -175,7 +175,7 @@ def names_in(page: Path) -> set[str]:
 def test_experiment_keys_are_documented():
     structs = [Experiment, MechanismConfig, GroupConfig, AdaptiveClip, Variant, Budget, LocalTraining, ServerOptimizer]
     page = DOCS / "reference" / "configuration.md"
-    assert keys_of(*structs, *get_args(Data), *get_args(ModelChoice)) - names_in(page) == set()
+    assert keys_of(*structs, *get_args(DataConfig), *get_args(ModelConfig)) - names_in(page) == set()
     assert [name for name in ALGORITHMS if f'`"{name}"`' not in page.read_text(encoding="utf-8")] == []
 
 

@@ -10,16 +10,16 @@ from msgspec.structs import replace
 from fedhdp.datasets.importers.files import import_files
 from fedhdp.errors import DataError
 from fedhdp.experiments import EXPERIMENTS
-from fedhdp.experiments.components import Femnist, Handwriting, Mnist
+from fedhdp.experiments.components import FemnistConfig, HandwritingConfig, MnistConfig
 from fedhdp.experiments.config import from_toml, to_toml
 
 
 @pytest.mark.parametrize(
     "dataset",
     [
-        Mnist(2000, split="skewed"),
-        Femnist(2000, "leaf", 10),
-        Handwriting(2000, split="by_writer", classes=62, sizes="tff"),
+        MnistConfig(2000, split="skewed"),
+        FemnistConfig(2000, "leaf", 10),
+        HandwritingConfig(2000, split="by_writer", classes=62, sizes="tff"),
     ],
 )
 def test_toml_round_trip(dataset):
@@ -32,7 +32,7 @@ def test_datasets_are_read_from_the_data_directory(tmp_path, monkeypatch):
     write_small_mnist(tmp_path / "raw", monkeypatch)
     import_files([tmp_path / "raw"], no_progress)
     mechanism = mechanism_of((5, 0.0, 1.0), (55, 1.0, 0.1))
-    data = Mnist(60, 10, 5, "skewed").load(mechanism, seed=1)
+    data = MnistConfig(60, 10, 5, "skewed").load(mechanism, seed=1)
     assert (data.train.y_N[:50] == 7).all()  # all of the first group
     with raises_field("dataset", DataError):
-        Femnist(3400).load(mechanism, seed=1)
+        FemnistConfig(3400).load(mechanism, seed=1)

@@ -13,11 +13,12 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedhdp
 
 from flower_helpers import InProcessGrid, Node
 from flwr.app import Context, RecordDict
-from helpers import tiny_data
+from helpers import raises_field, tiny_data
 
 from fedhdp import LocalTraining, mlp
+from fedhdp.errors import ModelError
 from fedhdp.flower import Deployment, initial_arrays, jax_trainer
-from fedhdp.flower.trainer import _parameters
+from fedhdp.flower.trainer import to_parameters
 from fedhdp.results.schema import VariantResult
 from fedhdp.results.store import VariantDirectory
 
@@ -81,8 +82,14 @@ def test_logits_equal_the_models(load_module):
         for name, array in initial_arrays(task.MODEL, 0).items()
     }
     x_NF = rng.random((6, 784), np.float32)
-    expected = task.MODEL.apply(_parameters(task.MODEL, arrays), x_NF, None)
+    expected = task.MODEL.apply(to_parameters(task.MODEL, arrays), x_NF, None)
     np.testing.assert_allclose(task.logits(arrays, x_NF), expected, atol=1e-5)
+
+
+def test_arrays_of_another_model_are_refused():
+    arrays = initial_arrays(mlp(12, 5, 3), 0)
+    with raises_field("arrays", ModelError):
+        to_parameters(mlp(12, 6, 3), arrays)
 
 
 def test_examples_are_kept_in_the_directory(tmp_path, load_module):

@@ -1,9 +1,8 @@
-"""Every figure of the paper's theory (section 3, appendices A and B), from closed forms, with simulated points on them.
+"""The figures of the paper's theory (section 3, appendices A and B): closed forms with simulated points.
 
-Each figure is written as SVG, as PNG, and as CSV with the numbers behind it. Lines are closed forms, points are means
-over simulated trials with bars of two standard errors, stars are the optima that the theory names. Lines differ by dash
-and marker as well as by colour, so they survive a black-and-white printer. The paper does not print its parameters;
-those chosen here stand in each title.
+Each figure is written as SVG, PNG and CSV. Lines are closed forms, points are means over simulated trials with bars of
+two standard errors, stars are the optima of the theory. Lines differ by dash and marker too, for black-and-white print.
+The paper does not state its parameters; those used are in each title.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from fedhdp.reproduction.theory import monte_carlo
 from fedhdp.theory import linear_regression as regression
 from fedhdp.theory import point_estimation
-from fedhdp.theory.linear_regression import Level, Problem
+from fedhdp.theory.linear_regression import Problem, TheoryGroup
 from fedhdp.theory.optimum import with_noise
 from fedhdp.theory.point_estimation import OptOut
 
 STYLES = [("#000000", "-", "o"), ("#c1440e", "--", "s"), ("#1f77b4", "-.", "^"), ("#5f8f2f", ":", "D")]
-PAPER: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -44,7 +43,7 @@ SIMULATED_PULLS = np.geomspace(0.03, 100, 13)
 
 
 class Curve(NamedTuple):
-    """A closed form over x, simulated means with standard errors at some of it, and the optimum if there is one."""
+    """A closed form over x, simulated means with standard errors, and the optimum if there is one."""
 
     label: str
     line: Sequence[tuple[float, float]]
@@ -53,7 +52,7 @@ class Curve(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """The curves that share axes."""
+    """Curves on the same axes."""
 
     title: str
     x_label: str
@@ -64,11 +63,19 @@ class Panel(NamedTuple):
 
 
 def theory_figures(out_dir: str | Path, trials: int = 4000) -> list[Path]:
-    """Draw every figure into a folder and return the files written."""
+    """Draw every figure into a folder.
+
+    Args:
+        out_dir: The folder.
+        trials: The number of trials of each simulated point.
+
+    Returns:
+        The files.
+    """
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    regression_case = (10, Problem((Level("opted out", 4, 0.0), Level("private", 16, 1.0)), 1.0, 0.25))
-    point_case = (1, Problem((Level("opted out", 2, 0.0), Level("private", 13, 0.5)), 1.0, 0.1))
+    regression_case = (10, Problem((TheoryGroup("opted out", 4, 0.0), TheoryGroup("private", 16, 1.0)), 1.0, 0.25))
+    point_case = (1, Problem((TheoryGroup("opted out", 2, 0.0), TheoryGroup("private", 13, 0.5)), 1.0, 0.1))
     figures = {
         "server_variance_by_ratio": [ratio_by_noise(trials), ratio_by_spread(trials)],
         "server_variance_by_opted_out_share": [server_by_share(trials)],
@@ -78,7 +85,7 @@ def theory_figures(out_dir: str | Path, trials: int = 4000) -> list[Path]:
     return [path for name, panels in figures.items() for path in save(folder, name, panels)]
 
 
-# what is drawn
+# Contents
 
 
 def ratio_by_noise(trials: int) -> Panel:
@@ -89,7 +96,7 @@ def ratio_by_noise(trials: int) -> Panel:
 
 
 def ratio_by_spread(trials: int) -> Panel:
-    """Server variance against the weight ratio, for several spreads of the clients' own estimates."""
+    """Server variance against the weight ratio, for several variances of local estimates."""
     cases = {f"σ$_c$² = {c:g}": OptOut(500, 0.2, 0.01, 0.8 * c, 0.2 * c) for c in (0.5, 1, 2, 4)}
     curves = [_ratio_curve(label, case, trials, seed) for seed, (label, case) in enumerate(cases.items(), 10)]
     return Panel("500 clients, 20 % opted out, γ² = 0.01", "weight ratio r", "server variance σ$_s$²", curves)
@@ -113,11 +120,11 @@ def server_by_share(trials: int) -> Panel:
         problems = [noised(case(rho).problem) for rho in SIMULATED_SHARES]
         points = [_server_point(problem, weigh(problem), trials, seed) for seed, problem in enumerate(problems, 20)]
         line = [(rho, closed_form(case(rho))) for rho in SHARES]
-        return Curve(label, line, [(rho, *point) for rho, point in zip(SIMULATED_SHARES, points)])
+        return Curve(label, line, [(rho, *point) for rho, point in zip(SIMULATED_SHARES, points, strict=True)])
 
     curves = [
-        curve("DP-FedAvg", _dp_fedavg_variance, _strictest, _equal),
-        curve("HDP-FedAvg", lambda c: point_estimation.server_variance(c, 1), lambda p: p, _equal),
+        curve("DP-FedAvg", _dp_fedavg_variance, _strictest_noise, _equal_weights),
+        curve("HDP-FedAvg", lambda c: point_estimation.server_variance(c, 1), lambda p: p, _equal_weights),
         curve("FedHDP", point_estimation.optimal_server_variance, lambda p: p, regression.optimal_weights),
     ]
     title, x_label = "500 clients, σ$_c$² = 1, γ² = 0.02", "share ρ that opted out"
@@ -129,8 +136,8 @@ def _dp_fedavg_variance(case: OptOut) -> float:
     return point_estimation.server_variance(case, 1) + gaps.dp_fedavg_over_hdp_fedavg
 
 
-def _strictest(problem: Problem) -> Problem:
-    return with_noise(problem, np.full(len(problem.levels), problem.noise_G.max()))
+def _strictest_noise(problem: Problem) -> Problem:
+    return with_noise(problem, np.full(len(problem.groups), problem.noise_G.max()))
 
 
 def _server_point(problem: Problem, weight_G: np.ndarray, trials: int, seed: int) -> monte_carlo.Estimated:
@@ -139,13 +146,13 @@ def _server_point(problem: Problem, weight_G: np.ndarray, trials: int, seed: int
 
 
 def opting_out(dimensions: int, stays: Problem, trials: int) -> list[Panel]:
-    """One client's error against its pull when it stays private and when it opts out, for equal and optimal weights."""
-    opted_out, private = stays.levels
-    levels = (
-        Level(opted_out.name, opted_out.clients + 1, 0.0),
-        Level(private.name, private.clients - 1, private.gamma2),
+    """One client's error against its pull, private or opted out, for equal and optimal weights."""
+    opted_out, private = stays.groups
+    groups = (
+        TheoryGroup(opted_out.name, opted_out.clients + 1, 0.0),
+        TheoryGroup(private.name, private.clients - 1, private.gamma2),
     )
-    leaves = Problem(levels, stays.alpha2, stays.tau2)
+    leaves = Problem(groups, stays.alpha2, stays.tau2)
     setting = (
         f"{opted_out.clients + private.clients} clients, {opted_out.clients} opted out, "
         f"α² = {stays.alpha2:g}, τ² = {stays.tau2:g}, γ² = {private.gamma2:g}"
@@ -153,41 +160,41 @@ def opting_out(dimensions: int, stays: Problem, trials: int) -> list[Panel]:
     cases = {"the client stays private": (stays, 1), "the client opts out": (leaves, 0)}
     drawn = {label: monte_carlo.simulate(problem, trials, dimensions, seed=3) for label, (problem, _) in cases.items()}
     panels = []
-    for algorithm, weigh in {"HDP-FedAvg + Ditto": _equal, "FedHDP": regression.optimal_weights}.items():
-        curves = [_pull_curve(label, drawn[label], weigh(problem), level) for label, (problem, level) in cases.items()]
+    for algorithm, weigh in {"HDP-FedAvg + Ditto": _equal_weights, "FedHDP": regression.optimal_weights}.items():
+        curves = [_pull_curve(label, drawn[label], weigh(problem), group) for label, (problem, group) in cases.items()]
         panels.append(
             Panel(f"{algorithm}\n{setting}", "pull λ", "the client's error per coordinate", curves, ("log", "linear"))
         )
     return panels
 
 
-def _equal(problem: Problem) -> np.ndarray:
-    return np.ones(len(problem.levels))
+def _equal_weights(problem: Problem) -> np.ndarray:
+    return np.ones(len(problem.groups))
 
 
-def _pull_curve(label: str, drawn: monte_carlo.Trials, weight_G: np.ndarray, level: int) -> Curve:
+def _pull_curve(label: str, drawn: monte_carlo.Trials, weight_G: np.ndarray, group: int) -> Curve:
     problem = drawn.problem
 
     def closed_form(pull: float) -> float:
-        return float(regression.client_mse(problem, weight_G, pull)[level])
+        return float(regression.client_mse(problem, weight_G, pull)[group])
 
     def simulated(pull: float) -> monte_carlo.Estimated:
-        return monte_carlo.estimate(monte_carlo.client_errors(drawn, weight_G, pull)[:, level])
+        return monte_carlo.estimate(monte_carlo.client_errors(drawn, weight_G, pull)[:, group])
 
-    best = float(regression.best_pulls(problem, weight_G)[level])
+    best = float(regression.best_pulls(problem, weight_G)[group])
     line = [(pull, closed_form(pull)) for pull in PULLS]
     return Curve(label, line, [(pull, *simulated(pull)) for pull in SIMULATED_PULLS], (best, closed_form(best)))
 
 
-# how it is drawn
+# Drawing
 
 
 def save(folder: Path, name: str, panels: Sequence[Panel]) -> list[Path]:
     """Write one figure and its numbers."""
-    with rc_context(PAPER):
+    with rc_context(STYLE):
         figure = Figure(figsize=(5.4 * len(panels), 4.0), layout="constrained")
         axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-        for axis, panel in zip(axes, panels):
+        for axis, panel in zip(axes, panels, strict=True):
             draw(axis, panel)
         for axis in axes[1:]:
             axis.set_ylabel("")
@@ -201,9 +208,9 @@ def save(folder: Path, name: str, panels: Sequence[Panel]) -> list[Path]:
 
 def draw(axis: Axes, panel: Panel) -> None:
     """Draw one panel."""
-    for (colour, dash, marker), curve in zip(STYLES, panel.curves):
-        axis.plot(*zip(*curve.line), color=colour, linestyle=dash, linewidth=1.4)
-        x, mean, error = (np.array(column) for column in zip(*curve.points))
+    for (colour, dash, marker), curve in zip(STYLES, panel.curves, strict=False):
+        axis.plot(*zip(*curve.line, strict=True), color=colour, linestyle=dash, linewidth=1.4)
+        x, mean, error = (np.array(column) for column in zip(*curve.points, strict=True))
         points: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4.5, "markerfacecolor": "white"}
         axis.errorbar(x, mean, yerr=2 * error, linestyle="none", elinewidth=1, capsize=2, **points)
         axis.plot([], [], linestyle=dash, label=curve.label, **points)
@@ -212,7 +219,7 @@ def draw(axis: Axes, panel: Panel) -> None:
     if panel.curves[0].optimum is not None:
         axis.plot([], [], color="#7f7f7f", label="optimum", **STAR)
     axis.set(xlabel=panel.x_label, ylabel=panel.y_label, xscale=panel.scales[0], yscale=panel.scales[1])
-    for scale, side in zip(panel.scales, (axis.xaxis, axis.yaxis)):
+    for scale, side in zip(panel.scales, (axis.xaxis, axis.yaxis), strict=True):
         if scale == "log":
             side.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
             side.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -222,7 +229,7 @@ def draw(axis: Axes, panel: Panel) -> None:
 
 
 def write_numbers(path: Path, panels: Sequence[Panel]) -> None:
-    """Write every number of a figure, a row for each point of a line, each simulated point and each optimum."""
+    """Write the numbers of a figure: a line for each point of a curve, simulated point and optimum."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["panel", "curve", "kind", "x", "y", "standard_error"])

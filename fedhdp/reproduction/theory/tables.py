@@ -1,8 +1,4 @@
-"""The tables of docs/theory.md, computed: the theory in numbers, where the paper has formulas or nothing.
-
-Every problem is written out in full, so that a table answers a question that anybody can ask again with numbers of
-their own. Axis letters: D coordinates (twice: a matrix).
-"""
+"""The tables of docs/theory.md: the theory in numbers. Axis letters: D coordinates (twice: a matrix)."""
 
 from __future__ import annotations
 
@@ -14,11 +10,11 @@ import numpy as np
 from fedhdp.reproduction.theory import general
 from fedhdp.theory import linear_regression as regression
 from fedhdp.theory import shared_noise
-from fedhdp.theory.linear_regression import Level, Problem
+from fedhdp.theory.linear_regression import Problem, TheoryGroup
 
 
-class Table(NamedTuple):
-    """What was asked, a header, and rows of text."""
+class TheoryTable(NamedTuple):
+    """A title, a header, and rows of text."""
 
     title: str
     header: tuple[str, ...]
@@ -31,13 +27,13 @@ class Table(NamedTuple):
         return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def tables() -> list[Table]:
+def tables() -> list[TheoryTable]:
     """Every table of docs/theory.md, in its order."""
     return [own_noise(), opting_out(), shared_noise_gains(), general_losses()]
 
 
-def own_noise() -> Table:
-    """The two pulls of one level, and what the wrong one costs where the noise cannot be taken out."""
+def own_noise() -> TheoryTable:
+    """The two pulls of one group, and the loss of the first where own noise cannot be subtracted."""
     rows = []
     for clients in (2, 5, 20, 1000):
         problem = _problem((clients, 1.0))
@@ -45,11 +41,11 @@ def own_noise() -> Table:
         errors = [float(regression.client_mse(problem, [1.0], pull)[0]) for pull in pulls]
         rows.append((f"{clients:,}", *(f"{pull:.3f}" for pull in pulls), f"{errors[0] / errors[1] - 1:.2%}"))
     header = ("clients", "pull, noise taken out", "pull, noise inside", "lost by the first if it is inside")
-    return Table("Own noise: one level, alpha2 = gamma2 = 1, tau2 = 0.25", header, rows)
+    return TheoryTable("Own noise: one level, alpha2 = gamma2 = 1, tau2 = 0.25", header, rows)
 
 
-def opting_out() -> Table:
-    """What a private client gains by opting out alone, at the best pull: the others' noise as it was, or gamma2."""
+def opting_out() -> TheoryTable:
+    """The gain of one private client who opts out, at its best pull, for unchanged noise of the others or gamma2."""
     rows = []
     for opted_out, private in ((4, 16), (200, 800)):
         stays = _least_errors(_problem((opted_out, 0.0), (private, 1.0)))[1]
@@ -57,11 +53,11 @@ def opting_out() -> Table:
         gains = [f"{1 - _least_errors(problem)[0] / stays:.3%}" for problem in left]
         rows.append((f"{opted_out + private:,}", f"{opted_out:,}", *gains))
     header = ("clients", "opted out", "gain, the others' noise unchanged", "gain, gamma2 unchanged")
-    return Table("Opting out: alpha2 = gamma2 = 1, tau2 = 0.25", header, rows)
+    return TheoryTable("Opting out: alpha2 = gamma2 = 1, tau2 = 0.25", header, rows)
 
 
-def shared_noise_gains() -> Table:
-    """How many times larger the server's error is with one noise for each level than with one for all."""
+def shared_noise_gains() -> TheoryTable:
+    """The ratio of server errors: noise for each group over shared noise."""
     cases = [
         ((200, 800), (0, 30)),
         ((500, 500), (15, 30)),
@@ -72,44 +68,44 @@ def shared_noise_gains() -> Table:
         ((200,) * 5, (40,) * 5),
     ]
     rows = []
-    for clients, owed in cases:
-        gain = shared_noise.gain(_problem(*((n, (z / n) ** 2) for n, z in zip(clients, owed))))
-        rows.append((str(len(clients)), ", ".join(map(str, clients)), ", ".join(map(str, owed)), f"{gain:.2f}"))
-    title = "Shared noise: alpha2 = 1, tau2 = 0.25, gamma of a level = noise owed / clients"
-    return Table(title, ("levels", "clients", "noise owed", "gain"), rows)
+    for clients, noises in cases:
+        gain = shared_noise.gain(_problem(*((n, (z / n) ** 2) for n, z in zip(clients, noises, strict=True))))
+        rows.append((str(len(clients)), ", ".join(map(str, clients)), ", ".join(map(str, noises)), f"{gain:.2f}"))
+    title = "Shared noise: alpha2 = 1, tau2 = 0.25, gamma of a group = noise / clients"
+    return TheoryTable(title, ("groups", "clients", "noise", "gain"), rows)
 
 
-def general_losses() -> Table:
-    """What FedHDP's one weight and one pull for a level lose against the optimum where clients are unequal."""
+def general_losses() -> TheoryTable:
+    """The loss of one weight and one pull per group against the optimum, for unequal clients."""
     cases = [(None, (40, 40)), (1, (40, 40)), (1, (15, 200)), (100, (40, 40)), (100, (15, 200))]
     rows = []
     for condition, (fewest, most) in cases:
-        found = [_general_loss(condition, (fewest, most), tau2) for tau2 in (0.05, 0.5)]
-        losses = [f"{loss:z.1%}" for one in found for loss in (one.server_loss, float(np.mean(one.client_loss)))]
+        results = [_general_loss(condition, (fewest, most), tau2) for tau2 in (0.05, 0.5)]
+        losses = [f"{loss:z.1%}" for result in results for loss in (result.server_loss, np.mean(result.client_loss))]
         samples = str(most) if fewest == most else f"{fewest} to {most}"
         rows.append((samples, "orthogonal" if condition is None else str(condition), *losses))
     title = (
         "Unequal clients: 40 with gamma2 = 0, 60 with 0.05, 100 with 0.2; 10 coordinates, beta2 = 10, Gaussian features "
-        "of covariance diag(1 ... 1/condition) in equal ratios, seed 0; a client's loss is the mean over levels"
+        "of covariance diag(1 ... 1/condition) in equal ratios, seed 0; a client's loss is the mean over groups"
     )
     pairs = (f"{who}, tau2 = {tau2}" for tau2 in (0.05, 0.5) for who in ("server", "client"))
-    return Table(title, ("samples", "condition", *pairs), rows)
+    return TheoryTable(title, ("samples", "condition", *pairs), rows)
 
 
-def _problem(*levels: tuple[int, float]) -> Problem:
-    return Problem(tuple(Level(f"level {i + 1}", *level) for i, level in enumerate(levels)), 1.0, 0.25)
+def _problem(*groups: tuple[int, float]) -> Problem:
+    return Problem(tuple(TheoryGroup(f"level {i + 1}", *group) for i, group in enumerate(groups)), 1.0, 0.25)
 
 
 def _least_errors(problem: Problem) -> np.ndarray:
-    """The clients' errors at the best weights and pulls, own noise inside."""
+    """The clients' errors at the best weights and pulls, with own noise in the global estimate."""
     return regression.client_mse(problem, regression.optimal_weights(problem), regression.own_noise_pulls(problem))
 
 
-def _general_loss(condition: float | None, samples: tuple[int, int], tau2: float) -> general.Comparison:
-    levels = (Level("opted out", 40, 0.0), Level("middle", 60, 0.05), Level("strict", 100, 0.2))
+def _general_loss(condition: float | None, samples: tuple[int, int], tau2: float) -> general.GeneralLoss:
+    groups = (TheoryGroup("opted out", 40, 0.0), TheoryGroup("middle", 60, 0.05), TheoryGroup("strict", 100, 0.2))
     rng = np.random.default_rng(0)
     covariance_DD = np.diag(np.geomspace(1, 1 / (condition or 1), 10))
     features = general.random_features(200, samples, covariance_DD, rng)
     if condition is None:
         features = [len(F) ** 0.5 * np.linalg.qr(F)[0] for F in features]
-    return general.compare(general.from_features(levels, features, beta2=10.0, tau2=tau2))
+    return general.compare(general.from_features(groups, features, beta2=10.0, tau2=tau2))

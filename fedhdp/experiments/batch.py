@@ -1,0 +1,227 @@
+"""Variants that run in one simulation: charged, recorded, checkpointed and resumed together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from fedhdp.engine import personal_store
+from fedhdp.experiments.config import Experiment
+from fedhdp.mechanism import SERVER
+from fedhdp.privacy.budget import BudgetExhausted, RunBilling
+from fedhdp.privacy.ledger import Ledger
+from fedhdp.results.schema import MetricRow, VariantResult, account_groups, attach_metrics
+from fedhdp.results.store import VariantDirectory
+from fedhdp.simulation import Simulation
+
+CHECKPOINT_SHARE = 20  # checkpoints take at most one part in this many of the time
+
+
+class Progress(NamedTuple):
+    """The progress of a run.
+
+    Args:
+        variant: The name of the variant, and how many run with it.
+        number: The number of the variant, from 1.
+        variants: The number of variants.
+        round: The rounds completed.
+        rounds: The rounds to complete.
+        accuracies: Each variant's accuracy on the server's test set in the last evaluation.
+        billings: Each variant's billing.
+    """
+
+    variant: str
+    number: int
+    variants: int
+    round: int
+    rounds: int
+    accuracies: tuple[float, ...] = ()
+    billings: tuple[RunBilling, ...] = ()
+
+    def epsilon(self) -> dict[str, tuple[float, float]]:
+        """Each group's smallest and largest epsilon among the variants; empty where it is not known."""
+        by_variant = [billing.epsilon(self.round) for billing in self.billings] or [{}]
+        by_group = {name: [epsilons[name] for epsilons in by_variant] for name in by_variant[0]}
+        return {name: (min(epsilons), max(epsilons)) for name, epsilons in by_group.items()}
+
+    def rounds_left(self) -> dict[str, float]:
+        """How many more rounds the budgets allow, by group; empty without a ledger."""
+        return self.billings[0].rounds_left() if self.billings else {}
+
+
+class Interrupted(Exception):
+    """The watcher stopped the run, which can be resumed."""
+
+
+Watch = Callable[[Progress], bool]  # called after every round; False interrupts the run
+
+
+class VariantBatch:
+    """Variants that run in one simulation. The first one's directory has the checkpoint of all, and is finished last."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        numbers: list[int],
+        simulation: Simulation,
+        parts: list[VariantDirectory],
+        watch: Watch,
+    ):
+        self.experiment, self.simulation, self.watch = experiment, simulation, watch
+        self.variants = [experiment.variants[number] for number in numbers]
+        self.parts = [parts[number] for number in numbers]
+        self.title = self.variants[0].name + (f" and {len(numbers) - 1} more" if len(numbers) > 1 else "")
+        self.number = numbers[0] + 1
+        self.start_time = self.checkpoint_time = time.monotonic()
+        self.checkpoint_pause = experiment.checkpoint_seconds
+        self.mechanisms = simulation.mechanisms  # with all groups, also those that are dropped later
+        self.stopped: str | None = None
+        self._restore()
+
+    def _restore(self) -> None:
+        """Restore the checkpoint and the histories up to it.
+
+        ``replayed_rounds`` counts rounds whose results were shown and which run again with other noise: after a crash, those
+        since the checkpoint.
+        """
+        checkpoint = self.parts[0].checkpoint() or {}
+        self.previous_seconds = float(checkpoint.get("seconds", 0.0))
+        self.replayed_rounds = int(checkpoint.get("replayed_rounds", 0))
+        if checkpoint:
+            self.simulation.restore(checkpoint)
+        histories = [part.history() for part in self.parts]
+        last_shown = max((row.round for history in histories for row in history), default=0)
+        self.replayed_rounds += max(0, last_shown - self.simulation.round)
+        self.simulation.histories = [part.history(until=self.simulation.round) for part in self.parts]
+        self.has_lost_rows = histories != self.simulation.histories
+
+    @property
+    def seconds(self) -> float:
+        """The time that the batch has taken, earlier processes included."""
+        return self.previous_seconds + time.monotonic() - self.start_time
+
+    def run(self, run_id: str, ledger: Ledger | None) -> list[VariantResult]:
+        """Run the remaining rounds and write the results."""
+        self.billings = self._make_billings(run_id, ledger)
+        if self.has_lost_rows:  # remember the replayed rounds before the rows that prove them are gone
+            self.save_checkpoint()
+        for part, history in zip(self.parts, self.simulation.histories, strict=True):
+            part.rewrite_history(history)
+        if not self.watch(Progress(self.title, self.number, len(self.experiment.variants), 0, self.experiment.rounds)):
+            raise Interrupted
+        self.simulation.run(
+            self.experiment.rounds, self._charge_round, self._record_round, self.experiment.evaluate_every
+        )
+        if not self._is_evaluated():  # it was stopped between evaluations
+            for history, part, rows in zip(
+                self.simulation.histories, self.parts, self.simulation.evaluate(), strict=True
+            ):
+                history += rows
+                part.append_history(rows)
+        return self._finish()
+
+    def _make_billings(self, run_id: str, ledger: Ledger | None) -> list[RunBilling]:
+        """A billing for each global training; with a ledger there is one, in the name of its first variant."""
+        billings = {}
+        for variant, number, mechanism in zip(
+            self.variants, self.simulation.run_of, self.simulation.mechanisms, strict=True
+        ):
+            if number not in billings:
+                billings[number] = RunBilling(
+                    mechanism,
+                    ledger,
+                    f"{run_id}/{variant.name}",
+                    repeatable=self.experiment.repeatable,
+                    on_exhausted=self.experiment.on_budget_exhausted,
+                    delta_of=self.experiment.delta_of,
+                    completed=self.simulation.round,
+                    replayed_rounds=self.replayed_rounds,
+                    population=self.experiment.population,
+                )
+        return [billings[number] for number in self.simulation.run_of]
+
+    def _charge_round(self, simulation: Simulation) -> bool:
+        """Charge the next round to the ledger, before anything of it can be seen; False where budgets are exhausted."""
+        try:
+            mechanisms = self.billings[0].charge_next(simulation.mechanisms)
+        except BudgetExhausted as error:
+            self.stopped = str(error)
+            return False
+        if tuple(mechanisms) != simulation.mechanisms:
+            simulation.set_mechanisms(mechanisms)
+        return True
+
+    def _record_round(self, simulation: Simulation) -> None:
+        """Record an evaluated round, show the progress and save a checkpoint where one is due."""
+        if self._is_evaluated():
+            for part, history in zip(self.parts, simulation.histories, strict=True):
+                part.append_history(row for row in history if row.round == simulation.round)
+        go_on = self.watch(self._progress())
+        start = time.monotonic()
+        if not go_on or start - self.checkpoint_time >= self.checkpoint_pause:
+            self.save_checkpoint()
+            self.checkpoint_time = time.monotonic()
+            self.checkpoint_pause = max(
+                self.experiment.checkpoint_seconds, CHECKPOINT_SHARE * (self.checkpoint_time - start)
+            )
+        if not go_on:
+            raise Interrupted
+
+    def _is_evaluated(self) -> bool:
+        """Whether the histories include the last completed round."""
+        history = self.simulation.histories[0]
+        return bool(history) and history[-1].round == self.simulation.round
+
+    def _progress(self) -> Progress:
+        accuracies = (_last_accuracy(history) for history in self.simulation.histories)
+        return Progress(
+            self.title,
+            self.number,
+            len(self.experiment.variants),
+            self.simulation.round,
+            self.experiment.rounds,
+            tuple(accuracy for accuracy in accuracies if accuracy is not None),
+            tuple(self.billings),
+        )
+
+    def save_checkpoint(self) -> None:
+        """Save the state from which the batch resumes."""
+        counts = {"seconds": np.array(self.seconds), "replayed_rounds": np.array(self.replayed_rounds)}
+        self.parts[0].save_checkpoint({**self.simulation.state_arrays(), **counts})
+
+    def _finish(self) -> list[VariantResult]:
+        """Write each variant's model, scores and result."""
+        rounds, seconds = self.simulation.round, self.seconds / len(self.variants)
+        scores = self.simulation.client_scores()
+        results = []
+        for variant, billing, mechanism, history in zip(
+            self.variants, self.billings, self.mechanisms, self.simulation.histories, strict=True
+        ):
+            groups = account_groups(mechanism, partial(billing.costs, rounds=rounds), self.experiment.delta_of)
+            result = VariantResult(
+                variant.name,
+                variant.algorithm,
+                rounds,
+                seconds,
+                self.experiment.repeatable,
+                groups,
+                stopped=self.stopped,
+            )
+            results.append(attach_metrics(result, history))
+        for number in reversed(range(len(results))):
+            variant_scores = {model: score_KV[:, number].astype(np.float32) for model, score_KV in scores.items()}
+            self.parts[number].finish(self.simulation.named_parameters(number), results[number], variant_scores)
+        (self.parts[0].path / personal_store.FILE_NAME).unlink(missing_ok=True)
+        return results
+
+
+def _last_accuracy(history: list[MetricRow]) -> float | None:
+    """The accuracy on the server's test set in the last evaluation."""
+    for row in reversed(history):
+        if (row.group, row.model, row.metric) == (SERVER, "global", "accuracy"):
+            return row.value
+    return None

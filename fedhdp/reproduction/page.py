@@ -1,0 +1,165 @@
+"""The page of results, made from the summaries and findings of its tables.
+
+DOCS/intro.md             the head of the page
+DOCS/TABLE/summary.json   a table, of `summary.py` or `causes.py`
+DOCS/TABLE/findings.md    a heading, and findings in sentences
+DOCS/TABLE/table.md       the whole table, made from the summary; so is table.png
+DOCS.md                   the page
+
+Numbers in findings are computed from the summary. ``{{ROW}}`` is the mean of the row's global accuracy, ``{{ROW - ROW}}``
+the mean difference seed by seed, ``{{ROW / paper}}`` the difference from the paper; each with half of its interval.
+``{{paper ROW}}`` is the paper's number. A column follows after ``|``, a pull after ``@``:
+``{{FedHDP r=0.01 @0.05 | acc_l_p}}``.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import msgspec
+
+from fedhdp.errors import RunError
+from fedhdp.reproduction import render, tables
+from fedhdp.reproduction.causes import BASE_TABLES, causes_table, read_causes
+from fedhdp.reproduction.figures import draw
+from fedhdp.reproduction.summary import SUMMARY, Cell, Comparison, difference_of_rows, read_summary
+from fedhdp.results import store
+
+MAX_PERSONAL_ROWS = 12  # a longer table of personal models is in the whole table only
+FINDINGS = "findings.md"
+NOTICE = "<!-- Made by `fedhdp reproduce --docs docs/results` from the folders of results/. -->"
+
+
+class Head(msgspec.Struct):
+    """What every summary has."""
+
+    table: str
+    seeds: tuple[int, ...] | int
+
+
+def write_page(folder: Path) -> list[Path]:
+    """Write the page, and each table with its figure.
+
+    Args:
+        folder: The folder of tables, such as ``docs/results``; the page is ``docs/results.md``.
+
+    Returns:
+        The files.
+
+    Raises:
+        RunError: If a summary or a number in findings cannot be read.
+    """
+    paths = []
+    for summary in folder.glob(f"*/{SUMMARY}"):
+        if _head(summary).table not in BASE_TABLES:
+            comparison = read_summary(summary)
+            paths += [summary.with_name("table.md"), summary.with_name("table.png")]
+            store.atomic_write(paths[-2], render.markdown(comparison).encode())
+            draw(comparison, paths[-1])
+    page = folder.with_suffix(".md")
+    store.atomic_write(page, render_page(folder).encode())
+    return [page, *sorted(paths)]
+
+
+def render_page(folder: Path) -> str:
+    """The page as Markdown."""
+    sections = [render_section(path, folder.name) for path in sorted(folder.glob(f"*/{SUMMARY}"), key=_order)]
+    intro = (folder / "intro.md").read_text(encoding="utf-8").strip()
+    return "\n\n".join([NOTICE, intro, *sections]) + "\n"
+
+
+def _order(path: Path) -> tuple:
+    """The paper's order of tables; within one, most seeds first, causes last."""
+    head = _head(path)
+    table = BASE_TABLES.get(head.table, head.table)
+    seeds = head.seeds if isinstance(head.seeds, int) else len(head.seeds)
+    return [*tables.TABLES, "levels"].index(table), head.table in BASE_TABLES, -seeds, path.parent.name
+
+
+def _head(path: Path) -> Head:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Head)
+    except msgspec.MsgspecError as error:
+        raise RunError(f"{path} is not the summary of a table: {error}", "--docs", path) from None
+
+
+def render_section(path: Path, link: str) -> str:
+    """The section of one table: heading, commands, tables, figure and findings."""
+    heading, _, findings = path.with_name(FINDINGS).read_text(encoding="utf-8").partition("\n")
+    title = "#" + heading
+    if _head(path).table in BASE_TABLES:
+        causes = read_causes(path)
+        return "\n\n".join(
+            [title, _shell(causes.command), render.markdown_table(causes_table(causes)), findings.strip()]
+        )
+    comparison = read_summary(path)
+    texts = [render.global_table(comparison), render.personal_table(comparison), render.claims_table(comparison)]
+    if len(texts[1].rows) > MAX_PERSONAL_ROWS:
+        del texts[1]
+    blocks = [title, _commands(comparison), f"Data: {comparison.data}."]
+    blocks += [render.markdown_table(text) for text in texts if text.rows]
+    if path.with_name("table.png").exists():
+        blocks.append(f"![{heading.lstrip('# ')}]({link}/{path.parent.name}/table.png)")
+    blocks += [fill_in(findings.strip(), comparison), f"[Whole table]({link}/{path.parent.name}/table.md)"]
+    return "\n\n".join(blocks)
+
+
+def _commands(comparison: Comparison) -> str:
+    """The commands of the table; where rows, seeds and pulls were run one by one, the command that runs all."""
+    words = [shlex.split(command) for command in render.commands(comparison)]
+    if len(words) > 2:
+        head, options = words[0][:3], words[0][3:]
+        pairs = zip(options[::2], options[1::2], strict=True)
+        common = [word for pair in pairs if pair[0] not in ("--rows", "--seeds", "--pulls") for word in pair]
+        words = [[*head, "--seeds", str(len(comparison.seeds)), *common]]
+    return _shell(*map(shlex.join, words))
+
+
+def _shell(*commands: str) -> str:
+    return "```sh\n" + "\n".join(commands) + "\n```"
+
+
+def fill_in(findings: str, comparison: Comparison) -> str:
+    """The findings with their numbers.
+
+    Raises:
+        RunError: If the table does not have a number.
+    """
+    return re.sub(r"\{\{(.+?)\}\}", lambda match: _number(match.group(1), comparison), findings)
+
+
+def _number(text: str, comparison: Comparison) -> str:
+    expression, _, column = (word.strip() for word in text.partition("|"))
+    column = column or "acc_g"
+    if expression.startswith("paper "):
+        paper = _cell(comparison, expression.removeprefix("paper "), column).paper
+        if paper is None:
+            raise RunError(f"the paper has no {column} of {expression}", "--docs", text)
+        return _format(paper, None, sign=column.startswith("delta"))
+    if expression.endswith("/ paper"):
+        cell = _cell(comparison, expression.removesuffix("/ paper").strip(), column)
+        if cell.difference is None:
+            raise RunError(f"the paper has no {column} of {expression}", "--docs", text)
+        return _format(cell.difference, cell.half, sign=True)
+    rows = [word.strip() for word in expression.split(" - ")]
+    if len(rows) == 2:
+        difference = difference_of_rows(comparison, rows, column)
+        return _format(difference.mean, difference.half, sign=True)
+    cell = _cell(comparison, expression, column)
+    return _format(cell.mean, cell.half, sign=column.startswith("delta"))
+
+
+def _cell(comparison: Comparison, row: str, column: str) -> Cell:
+    label, _, pull = (word.strip() for word in row.partition("@"))
+    for line in comparison.lines:
+        same_pull = line.key.pull is None if not pull else str(line.key.pull) == pull
+        if line.key.row == label and same_pull and column in line.cells:
+            return line.cells[column]
+    raise RunError(f"{comparison.table} has no {column} of {row!r}", "--docs", row)
+
+
+def _format(value: float, half: float | None, sign: bool) -> str:
+    text = (f"{value:+.2f}" if sign else f"{value:.2f}").replace("-", "−")
+    return text + ("" if half is None else f" ±{half:.2f}")

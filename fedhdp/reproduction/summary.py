@@ -1,0 +1,276 @@
+"""A compared table as a value, and its file ``summary.json``, from which the table can be rendered without its runs.
+
+The file has the numbers of each seed. Means, intervals and the paper's numbers are computed when it is read. A cell that
+was measured before seeds were recorded has its mean, standard deviation and number of seeds instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+
+import msgspec
+from msgspec.structs import replace
+
+from fedhdp.errors import RunError
+from fedhdp.reproduction import tables
+from fedhdp.reproduction.claims import ClaimResult
+from fedhdp.reproduction.extensions import EXTENSIONS
+from fedhdp.reproduction.runner import Machine
+from fedhdp.reproduction.runs import GroupCost, LineKey
+from fedhdp.reproduction.tables import PaperTable, TableRow
+from fedhdp.results.metrics import half_interval
+
+SUMMARY = "summary.json"
+CLOSE = 1.0  # points of accuracy within which a global model is close to the paper's
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """A number over seeds, beside the paper's."""
+
+    mean: float
+    sd: float | None  # over seeds; None with one seed
+    low: float | None  # of the 95% interval of the mean
+    high: float | None
+    count: int  # of seeds
+    values: tuple[float, ...]  # of these seeds; empty in old tables
+    paper: float | None = None
+    difference: float | None = None
+    covers_paper: bool | None = None  # whether the interval has the paper's number
+
+    @property
+    def half(self) -> float | None:
+        """Half of the interval."""
+        return None if self.high is None else self.high - self.mean
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A line of the table: of personal models if it has a pull, else of the global model."""
+
+    key: LineKey
+    cells: dict[str, Cell]
+    close: bool | None = None  # whether the global accuracy is within a point of the paper's
+    seeds: tuple[int, ...] = ()
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """A table beside the paper's."""
+
+    table: str
+    data: str
+    rounds: int
+    sampling: dict[str, str]  # by part
+    seeds: tuple[int, ...]
+    unfinished: tuple[str, ...]
+    seconds_per_seed: dict[str, float]  # by part
+    machines: tuple[Machine, ...]
+    version: str
+    claims: tuple[ClaimResult, ...]
+    costs: tuple[GroupCost, ...]
+    notes: tuple[str, ...]
+    lines: tuple[Line, ...]
+
+    @property
+    def about(self) -> str:
+        """The table in words."""
+        table = tables.TABLES.get(self.table)
+        return "several privacy levels on non-IID MNIST" if table is None else table.about
+
+    @property
+    def extensions(self) -> dict[str, str]:
+        """The extensions among the lines, in words."""
+        parts = (line.key.part for line in self.lines)
+        return {part: EXTENSIONS[part].about for part in parts if part in EXTENSIONS}
+
+    @property
+    def global_lines(self) -> list[Line]:
+        """The lines of the global model."""
+        return [line for line in self.lines if line.key.pull is None]
+
+    @property
+    def personal_lines(self) -> list[Line]:
+        """The lines of personal models."""
+        return [line for line in self.lines if line.key.pull is not None]
+
+
+def make_cell(values: Iterable[float], paper: float | None = None) -> Cell:
+    """Summarize numbers over seeds, beside the paper's."""
+    numbers = tuple(values)
+    sd = stdev(numbers) if len(numbers) > 1 else None
+    return _compare_cell(Moments(fmean(numbers), sd, len(numbers)), numbers, paper)
+
+
+def _compare_cell(moments: Moments, values: tuple[float, ...], paper: float | None) -> Cell:
+    mean, half = moments.mean, moments.half
+    low, high = (None, None) if half is None else (mean - half, mean + half)
+    cell = Cell(mean, moments.sd, low, high, moments.seeds, values)
+    if paper is None:
+        return cell
+    covers = None if half is None else abs(mean - paper) <= half + 1e-9
+    return replace(cell, paper=paper, difference=mean - paper, covers_paper=covers)
+
+
+def make_line(key: LineKey, cells: dict[str, list[float] | Moments], seeds: Iterable[int], table: str) -> Line:
+    """A line of the table, with the paper's numbers where it has them."""
+    paper = _paper_numbers(key, tables.TABLES.get(table))
+    compared = {}
+    for column, numbers in cells.items():
+        if isinstance(numbers, Moments):
+            compared[column] = _compare_cell(numbers, (), paper.get(column))
+        else:
+            compared[column] = make_cell(numbers, paper.get(column))
+    difference = compared["acc_g"].difference if "acc_g" in compared else None
+    close = None if difference is None or key.part != "paper" else abs(difference) <= CLOSE
+    return Line(key, compared, close, tuple(seeds))
+
+
+def _paper_numbers(key: LineKey, table: PaperTable | None) -> dict[str, float]:
+    if table is None:
+        return {}
+    if key.part == "paper":
+        row = TableRow(key.algorithm, key.weight if key.algorithm == "fedhdp" else None)
+        return published_means(table, row, key.pull)
+    return {"acc_g": published_best(table)} if key.pull is None else {}
+
+
+def published_means(table: PaperTable, row: TableRow, pull: float | str | None) -> dict[str, float]:
+    """The paper's numbers of a row at one pull; for the global model, the means over its three pulls."""
+    rows = [line for line in tables.published_rows(table.dataset) if line.row == row and pull in (None, line.pull)]
+    letter = "_g" if pull is None else "_l"
+    columns = [name for name in tables.PUBLISHED_COLUMNS if letter in name]
+    values = {name: [line.numbers[name] for line in rows if name in line.numbers] for name in columns}
+    return {name: fmean(numbers) for name, numbers in values.items() if numbers}
+
+
+def published_best(table: PaperTable) -> float:
+    """The paper's best accuracy of a global model of FedHDP."""
+    rows = tables.published_rows(table.dataset)
+    return max(line.numbers["acc_g"] for line in rows if line.row.algorithm == "fedhdp")
+
+
+class Moments(msgspec.Struct, frozen=True):
+    """A cell without its seeds' numbers."""
+
+    mean: float
+    sd: float | None
+    seeds: int
+
+    @property
+    def half(self) -> float | None:
+        """Half of the 95% interval of the mean."""
+        if self.sd is None or self.seeds < 2:
+            return None
+        unit = range(self.seeds)
+        return (half_interval(unit) or math.nan) * self.sd / stdev(unit)
+
+
+class _Row(msgspec.Struct, frozen=True):
+    part: str
+    row: str
+    algorithm: str
+    weight: float | None
+    pull: float | str | None
+    seeds: tuple[int, ...]
+    cells: dict[str, list[float] | Moments]
+
+
+class _File(msgspec.Struct, frozen=True):
+    table: str
+    data: str
+    rounds: int
+    sampling: dict[str, str]
+    seeds: tuple[int, ...]
+    unfinished: tuple[str, ...]
+    seconds_per_seed: dict[str, float]
+    machines: tuple[Machine, ...]
+    version: str
+    claims: tuple[ClaimResult, ...]
+    costs: tuple[GroupCost, ...]
+    notes: tuple[str, ...]
+    rows: tuple[_Row, ...]
+
+
+def encode_summary(comparison: Comparison) -> bytes:
+    """The content of ``summary.json``: indented, with a line for each row."""
+    head = {name: getattr(comparison, name) for name in _File.__struct_fields__ if name != "rows"}
+    head["seconds_per_seed"] = {part: round(value, 1) for part, value in comparison.seconds_per_seed.items()}
+    rows = []
+    for line in comparison.lines:
+        cells = {column: _numbers_of(cell) for column, cell in line.cells.items()}
+        key = msgspec.structs.asdict(line.key)
+        rows.append(msgspec.json.encode(_Row(**key, seeds=line.seeds, cells=cells)).decode())
+    text = msgspec.json.format(msgspec.json.encode(head), indent=2).decode().rstrip("}\n")
+    return (text + ',\n  "rows": [\n    ' + ",\n    ".join(rows) + "\n  ]\n}\n").encode()
+
+
+def _numbers_of(cell: Cell) -> list[float] | Moments:
+    return [round(value, 3) for value in cell.values] or Moments(cell.mean, cell.sd, cell.count)
+
+
+def read_summary(path: Path, table: str | None = None) -> Comparison:
+    """Read ``summary.json``.
+
+    Args:
+        path: The file.
+        table: The table that it must be of, if that matters.
+
+    Returns:
+        The table.
+
+    Raises:
+        RunError: If the file is not the summary of a table, or of another table.
+    """
+    try:
+        file = msgspec.json.decode(path.read_bytes(), type=_File)
+    except msgspec.MsgspecError as error:
+        raise RunError(f"{path} is not the summary of a table: {error}", "--out", path) from None
+    if table not in (None, file.table):
+        raise RunError(f"{path} has {file.table}, not {table}", "--out", path)
+    fields = {name: getattr(file, name) for name in _File.__struct_fields__ if name != "rows"}
+    lines = []
+    for row in file.rows:
+        key = LineKey(row.part, row.row, row.algorithm, row.weight, row.pull)
+        lines.append(make_line(key, row.cells, row.seeds, file.table))
+    return Comparison(**fields, lines=tuple(lines))
+
+
+def find_line(comparison: Comparison, row: str, column: str = "acc_g") -> Line:
+    """The line of the global model of a row, which must have this column.
+
+    Raises:
+        RunError: If there is none.
+    """
+    labels = {line.key.row: line for line in comparison.global_lines if column in line.cells}
+    if row not in labels:
+        raise RunError(f"there is no row {row!r} with {column}; there are {', '.join(labels)}", "--compare", row)
+    return labels[row]
+
+
+def difference_of_rows(comparison: Comparison, rows: Sequence[str], column: str = "acc_g") -> Cell:
+    """The difference of two rows seed by seed, or one row as it is.
+
+    Rows of one seed share its clients and often its cohorts, so the interval of their difference is not that of the rows.
+
+    Args:
+        comparison: The table.
+        rows: One or two labels of rows of the global model.
+        column: A column of the table.
+
+    Returns:
+        The difference over the seeds that both rows have.
+
+    Raises:
+        RunError: If there is no such row or column, or the rows share no seed.
+    """
+    by_seed = []
+    for row in rows:
+        line = find_line(comparison, row, column)
+        values = line.cells[column].values
+        by_seed.append(dict(zip(line.seeds if values else (), values, strict=True)))
+    first, second = by_seed[0], by_seed[1] if len(rows) > 1 else dict.fromkeys(by_seed[0], 0.0)
+    differences = [first[seed] - second[seed] for seed in first if seed in second]
+    if not differences:
+        raise RunError(f"the rows {', '.join(rows)} share no seed's {column}", "--compare", rows)
+    return make_cell(differences)

@@ -1,0 +1,105 @@
+"""``fedhdp ledger``: budgets, epsilons and rounds left, as text and as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import sqlite3
+
+import msgspec
+import pytest
+from helpers import raises_field
+
+from fedhdp.errors import LedgerError
+from fedhdp.mechanism import Mechanism, PrivacyGroup
+from fedhdp.privacy.accounting import gaussian_epsilon, privacy_costs, rounds_left
+from fedhdp.privacy.ledger import Budget, Ledger
+from fedhdp.privacy.reports import group_standing
+
+MECHANISM = Mechanism((PrivacyGroup("open", 10, 0.0, 0.1), PrivacyGroup("strict", 30, 2.0, 0.1)), clip=1.0)
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "population.ledger"
+
+
+def test_a_promise_before_the_first_run(run_cli, run_json, file):
+    assert run_cli("ledger", "promise", file, "strict", "--epsilon", 1, "--delta", 1e-5).code == 0
+    [strict] = run_json("ledger", "show", file)["groups"]
+    assert (strict["budget"], strict["epsilon"], strict["clients"]) == ({"epsilon": 1.0, "delta": 1e-5}, 0, 0)
+
+
+def test_show(run_cli, run_json, file):
+    with Ledger(file) as ledger:
+        ledger.promise("strict", 1.0, 1e-5)
+        ledger.begin("first", MECHANISM)
+        ledger.charge("first", privacy_costs(MECHANISM, 7))
+    document = run_json("ledger", "show", file)
+    opted_out, strict = document["groups"]
+    assert (opted_out["group"], opted_out["unprotected"], opted_out["epsilon"]) == ("open", True, "inf")
+    round_cost = privacy_costs(MECHANISM)["strict"]
+    left = rounds_left([round_cost._replace(rounds=7)], round_cost, Budget(1.0, 1e-5))
+    assert strict["epsilon"] == gaussian_epsilon(2.0, 0.1, 7, 1e-5)
+    assert strict["epsilon_pld"] == gaussian_epsilon(2.0, 0.1, 7, 1e-5, "pld")
+    assert strict["rounds_left"] == left > 0
+    assert strict["charges"] == [{"noise_multiplier": 2.0, "sampling_rate": 0.1, "sampling": "poisson", "rounds": 7}]
+    assert [run["run"] for run in document["runs"]] == ["first"]
+    text = run_cli("ledger", "show", file).out
+    assert re.search(rf"strict +30 +1 +1e-05 +\S+ +\S+ +7 +{left}\b", text)
+
+
+def test_group_standing(file):
+    with Ledger(file) as ledger:
+        ledger.begin("first", MECHANISM)
+        ledger.charge("first", privacy_costs(MECHANISM, 7))
+        strict = group_standing(ledger, "strict", 1e-6)
+        assert (strict.epsilon, strict.delta) == (gaussian_epsilon(2.0, 0.1, 7, 1e-6), 1e-6)
+        assert (strict.budget, strict.rounds_left, strict.first_client) == (None, None, 10)
+        assert strict.charges == [privacy_costs(MECHANISM, 7)["strict"]._asdict()]
+        assert group_standing(ledger, "open", 1e-6).epsilon == math.inf
+        with raises_field("group", LedgerError):
+            group_standing(ledger, "unknown", 1e-6)
+
+
+def test_a_promise_is_never_raised(run_cli, run_json, file):
+    for epsilon, code in ((3, 0), (2, 0), (4, 2)):
+        assert run_cli("ledger", "promise", file, "strict", "--epsilon", epsilon, "--delta", 1e-5).code == code
+    assert run_json("ledger", "show", file)["groups"][0]["budget"]["epsilon"] == 2
+
+
+def test_a_promise_that_is_exceeded_already(run_cli, file):
+    with Ledger(file) as ledger:
+        ledger.begin("first", MECHANISM)
+        ledger.charge("first", privacy_costs(MECHANISM, 7))
+    out = run_cli("ledger", "promise", file, "strict", "--epsilon", 0.01, "--delta", 1e-5).out
+    assert "exceeded" in out
+
+
+def test_mixed_sampling_has_a_note_and_no_epsilon(run_json, file):
+    fixed = msgspec.structs.replace(MECHANISM, sampling="fixed")
+    with Ledger(file) as ledger:
+        ledger.begin("first", MECHANISM)
+        ledger.charge("first", privacy_costs(MECHANISM))
+        ledger.begin("second", fixed)
+        with raises_field("sampling", LedgerError):
+            ledger.charge("second", privacy_costs(fixed))
+    with contextlib.closing(sqlite3.connect(file)) as database, database:  # as older versions allowed
+        columns = '"group", noise_multiplier, sampling_rate'
+        database.execute(f"INSERT INTO charges SELECT 'second', {columns}, 'fixed', 1, latest FROM charges")
+    strict = run_json("ledger", "show", file)["groups"][1]
+    assert (strict["epsilon"], strict["epsilon_pld"], strict["unprotected"]) == (None, None, False)
+    assert strict["note"]
+
+
+def test_names_are_printed_as_they_are(run_cli, file):
+    assert "[red]:smile:" in run_cli("ledger", "promise", file, "[red]:smile:", "--epsilon", 1, "--delta", 0.1).out
+    assert "[red]:smile:" in run_cli("ledger", "show", file).out
+
+
+def test_invalid_arguments(run_refused, tmp_path):
+    assert "nothing.ledger" in run_refused("ledger", "show", tmp_path / "nothing.ledger")
+    err = run_refused("ledger", "promise", tmp_path / "a", "strict", "--epsilon", "nan", "--delta", "0.1")
+    assert "epsilon" in err
+    assert "nan" in err

@@ -1,0 +1,205 @@
+"""The ledger's file against crashes, concurrent processes, full disks and files that are no ledgers."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sqlite3
+import tempfile
+from pathlib import Path
+
+import pytest
+from helpers import raises_field
+from ledger_helpers import MECHANISM, ROUND, charge_until_exhausted, rounds_of, start_process
+
+from fedhdp.errors import LedgerError
+from fedhdp.privacy.accounting import rounds_left
+from fedhdp.privacy.ledger import Budget, Ledger
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "population.ledger"
+
+
+@pytest.fixture
+def ledger(path):
+    with Ledger(path) as ledger:
+        ledger.begin("run", MECHANISM)
+        yield ledger
+
+
+@pytest.mark.process
+def test_concurrent_processes_exceed_no_budget(path):
+    budget = Budget(1.0, 1e-5)
+    allowed = rounds_left((), ROUND["strict"], budget)
+    assert allowed > 30
+    with Ledger(path) as ledger:
+        ledger.begin("before", MECHANISM)
+        ledger.lower_budget("strict", budget)
+        ledger.charge("before", ROUND | {"strict": ROUND["strict"]._replace(rounds=allowed - 30)})
+    spawn = multiprocessing.get_context("spawn")
+    start, results = spawn.Barrier(3), spawn.Queue()
+    processes = [
+        spawn.Process(target=charge_until_exhausted, args=(path, f"run {i}", start, results)) for i in range(3)
+    ]
+    for process in processes:
+        process.start()
+    charged = dict(results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join()
+    with Ledger(path) as ledger:
+        assert sum(charged.values()) == 30
+        assert rounds_of(ledger, "strict") == allowed
+        assert {run.name: run.charged for run in ledger.runs()} == charged | {"before": allowed - 30}
+
+
+@pytest.mark.process
+def test_concurrent_processes_create_one_file(path):
+    statements = (
+        "with Ledger(sys.argv[1]) as ledger:\n"
+        "    ledger.begin(sys.argv[2], MECHANISM); ledger.charge(sys.argv[2], ROUND)"
+    )
+    processes = [start_process(statements, path, f"run {i}") for i in range(3)]
+    assert [process.communicate(timeout=60)[0] for process in processes] == [b""] * 3
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    with Ledger(path) as ledger:
+        assert rounds_of(ledger, "lax") == 3
+
+
+@pytest.mark.process
+def test_a_kill_after_the_charge_leaves_it(path):
+    process = start_process(
+        "ledger = Ledger(sys.argv[1]); ledger.begin('run', MECHANISM)\n"
+        "ledger.charge('run', ROUND); ledger.charge('run', ROUND)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+        "print('result')",
+        path,
+    )
+    assert process.communicate(timeout=60)[0] == b""
+    assert process.returncode == -signal.SIGKILL
+    with Ledger(path) as ledger:
+        assert rounds_of(ledger, "lax") == 2
+
+
+@pytest.mark.process
+def test_a_kill_during_the_charge_leaves_no_charge_and_no_lock(path):
+    process = start_process(
+        "fedhdp.privacy.ledger.within_budget = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "ledger = Ledger(sys.argv[1])\n"
+        "ledger.begin('run', MECHANISM); ledger.promise('lax', 10.0, 1e-5); ledger.charge('run', ROUND)",
+        path,
+    )
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    with Ledger(path, timeout=0.5) as ledger:
+        assert rounds_of(ledger, "lax") == 0
+        ledger.charge("run", ROUND)
+        assert rounds_of(ledger, "lax") == 1
+
+
+def test_a_locked_file_times_out(path, ledger):
+    with (
+        contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other,
+        Ledger(path, timeout=0.05) as waiting,
+    ):
+        other.execute("BEGIN IMMEDIATE")
+        with raises_field("path", LedgerError):
+            waiting.charge("run", ROUND)
+
+
+def test_a_full_disk_charges_nothing(path, ledger):
+    ledger.charge("run", ROUND)
+    pages = ledger._db.execute("PRAGMA page_count").fetchone()[0]
+    ledger._db.execute(f"PRAGMA max_page_count = {pages}")  # SQLite's own way to run out of room
+    charged = 0
+    with raises_field("path", LedgerError):
+        for number in range(10_000):
+            ledger.charge("run", ROUND | {"lax": ROUND["lax"]._replace(noise_multiplier=1.0 + number)})
+            charged += 1
+    ledger.close()
+    with Ledger(path) as reopened:
+        assert rounds_of(reopened, "lax") == reopened.runs()[0].charged == charged + 1
+
+
+@contextlib.contextmanager
+def without_root():
+    """As a user who may not write everywhere."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_read_only_file_can_be_read_alone():
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "population.ledger"
+        with Ledger(path) as ledger:
+            ledger.begin("run", MECHANISM)
+            ledger.charge("run", ROUND)
+        path.chmod(0o444)
+        Path(folder).chmod(0o755)
+        with without_root():
+            with raises_field("path", LedgerError):
+                Ledger(path)
+            with Ledger(path, read_only=True) as ledger:
+                assert rounds_of(ledger, "lax") == 1
+                with raises_field("path", LedgerError):
+                    ledger.charge("run", ROUND)
+
+
+def test_a_file_that_is_no_ledger_is_left_as_it_was(tmp_path):
+    (text := tmp_path / "notes.txt").write_text("not a database, by any means\n" * 100)
+    database = tmp_path / "other.db"
+    with contextlib.closing(sqlite3.connect(database)) as other:
+        other.execute("CREATE TABLE things (name TEXT)")
+    for path in (text, database):
+        content = path.read_bytes()
+        with raises_field("path", LedgerError):
+            Ledger(path)
+        assert path.read_bytes() == content
+
+
+def test_a_file_that_cannot_be_opened(tmp_path):
+    (empty := tmp_path / "empty").touch()
+    for path, read_only in ((empty, True), (tmp_path, False), (tmp_path / "no/folder", False), (tmp_path / "no", True)):
+        with raises_field("path", LedgerError):
+            Ledger(path, read_only=read_only)
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_newer_version_is_left_as_it_was(path, ledger):
+    ledger._db.execute("PRAGMA user_version = 4")
+    ledger.close()
+    content = path.read_bytes()
+    with raises_field("version", LedgerError) as error:
+        Ledger(path)
+    assert error.value.value == 4
+    assert path.read_bytes() == content
+
+
+def test_a_damaged_file(path, ledger):
+    ledger.charge("run", ROUND)
+    ledger.close()
+    content = bytearray(path.read_bytes())
+    content[4096:] = b"\xff" * (len(content) - 4096)
+    path.write_bytes(content)
+    with Ledger(path) as broken, raises_field("path", LedgerError):
+        broken.charge("run", ROUND)
+
+
+def test_a_file_of_version_3_with_the_old_column_name_opens(path):
+    with Ledger(path) as ledger:
+        ledger.begin("run", MECHANISM, population="letters")
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("ALTER TABLE population RENAME COLUMN description TO told")
+    with Ledger(path) as ledger:
+        ledger.begin("run", MECHANISM, population="letters")
+        with raises_field("population", LedgerError):
+            ledger.begin("run", MECHANISM, population="digits")

@@ -1,0 +1,73 @@
+"""Results as tables with the paper's columns."""
+
+from __future__ import annotations
+
+import math
+
+from helpers import raises_field
+from msgspec.structs import replace
+
+from fedhdp.results.schema import GroupResult, VariantResult
+from fedhdp.results.tables import footnotes, format_table, table_cells
+
+
+def group(name: str, **fields: object) -> GroupResult:
+    """An unprotected group with accuracy 0.5 and variance 0.01."""
+    defaults = {"epsilon": math.inf, "global_accuracy": 0.5, "global_variance": 0.01}
+    return GroupResult(name, 5, True, 0.0, 0.1, 1.0, 0.1, **(defaults | fields))  # type: ignore[arg-type]
+
+
+def variant(*groups: GroupResult, **fields: object) -> VariantResult:
+    """A variant of two groups."""
+    defaults = {"repeatable": False, "groups": list(groups or (group("a"), group("b"))), "server_accuracy": 0.5}
+    return VariantResult("plain", "fedhdp", 3, 1.0, **(defaults | fields))  # type: ignore[arg-type]
+
+
+def test_columns_without_personal_models():
+    header, (row,) = table_cells([variant()])
+    assert header == ["algorithm", "Acc_g", "g: b", "g: a", "Δ_g", "ε b", "ε a"]
+    assert row == ["plain", "50.00", "50.00 (1.00)", "50.00 (1.00)", "0.00", "∞", "∞"]
+
+
+def test_columns_of_averaged_and_chosen_models():
+    groups = [group(name, chosen_accuracy=0.75, chosen_variance=0.02) for name in "ab"]
+    header, (row,) = table_cells([variant(*groups, server_average_accuracy=0.625)])
+    assert header == ["algorithm", "Acc_g", "Acc_avg", "g: b", "g: a", "Δ_g", "c: b", "c: a", "Δ_c", "ε b", "ε a"]
+    assert (row[2], row[6], row[8]) == ("62.50", "75.00 (2.00)", "0.00")
+
+
+def test_epsilon_cells():
+    groups = [replace(group("a", epsilon=1.2345), unprotected=False)]
+    groups += [replace(group("b", epsilon=None), unprotected=False)]
+    _, (row,) = table_cells([variant(*groups)])
+    assert row[-2:] == ["–", "1.24"]  # rounded up
+
+
+def test_several_seeds_are_means():
+    seeds = [[replace(variant(), server_accuracy=accuracy)] for accuracy in (0.5, 0.6, 0.7)]
+    _, (row,) = table_cells(seeds[0], other_seeds=seeds[1:])
+    assert row[1] == "60.00 ±24.84"
+
+
+def test_footnotes():
+    first = group("a", epsilon=1.2, epsilon_pld=1.1, epsilon_basis="delta 1e-05", refused=2)
+    notes = footnotes([variant(first, stopped="budget"), replace(variant(first), name="other", repeatable=True)])
+    assert notes[0] == "ε a = 1.200, by PLD 1.100: delta 1e-05 [plain; other]"
+    assert notes[1] == "plain: stopped after round 3: budget"
+    assert len(notes) == 5
+
+
+def test_text_has_rows_and_footnotes():
+    lines = format_table([variant(repeatable=True)]).split("\n")
+    assert len(lines) == 4
+    assert lines[3:] == footnotes([variant(repeatable=True)])
+
+
+def test_empty_table_is_refused():
+    with raises_field("variants"):
+        format_table([])
+
+
+def test_variants_must_have_the_same_groups():
+    with raises_field("groups of 'plain'"):
+        table_cells([variant(), variant(group("c"), group("b"))])

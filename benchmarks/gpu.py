@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData, examples
 from fedhdp.datasets import tff_client_sizes
-from fedhdp.engine.devices import use_cpu_cores
+from fedhdp.devices import use_cpu_cores
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, cnn, mlp
 from fedhdp.simulation import Simulation

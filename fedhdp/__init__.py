@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fedhdp.algorithms import non_private as non_private
     from fedhdp.client import LocalTraining as LocalTraining
     from fedhdp.data import FederatedData as FederatedData
-    from fedhdp.engine.devices import use_cpu_cores as use_cpu_cores
+    from fedhdp.devices import use_cpu_cores as use_cpu_cores
     from fedhdp.mechanism import AdaptiveClip as AdaptiveClip
     from fedhdp.mechanism import Mechanism as Mechanism
     from fedhdp.mechanism import PrivacyGroup as PrivacyGroup
@@ -36,7 +36,7 @@ _MODULES = {
     "fedhdp.algorithms": ("fedhdp", "dp_fedavg", "hdp_fedavg", "non_private", "local_only"),
     "fedhdp.client": ("LocalTraining",),
     "fedhdp.data": ("FederatedData",),
-    "fedhdp.engine.devices": ("use_cpu_cores",),
+    "fedhdp.devices": ("use_cpu_cores",),
     "fedhdp.mechanism": ("Mechanism", "PrivacyGroup", "AdaptiveClip"),
     "fedhdp.models": ("Model", "mlp", "cnn", "linear"),
     "fedhdp.privacy.accounting": ("epsilon",),

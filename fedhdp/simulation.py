@@ -22,8 +22,8 @@ from msgspec.structs import replace
 from fedhdp import server
 from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData
+from fedhdp.devices import use_cpu_cores
 from fedhdp.engine.checks import check_data
-from fedhdp.engine.devices import use_cpu_cores
 from fedhdp.engine.evaluation import Evaluation, choose_pulls
 from fedhdp.engine.examples import make_example_store, make_gram_matrices, should_replicate
 from fedhdp.engine.personal_store import StateArrays, make_personal_store

@@ -16,6 +16,7 @@ RULE = {  # what each part of the package may import besides itself
     "errors": set(),
     "mechanism": set(),
     "data": set(),
+    "devices": set(),
     "rng": set(),
     "models": set(),
     "algorithms": {"mechanism"},
@@ -25,8 +26,8 @@ RULE = {  # what each part of the package may import besides itself
     "theory": {"mechanism", "algorithms", "privacy"},
     "results": {"mechanism", "privacy"},
     "engine": {"client", "server", "models", "data", "mechanism", "rng"},
-    "simulation": {"engine", "client", "server", "models", "data", "mechanism", "rng", "results", "privacy"},
-    "datasets": {"data", "mechanism"},
+    "simulation": {"engine", "devices", "client", "server", "models", "data", "mechanism", "rng", "results", "privacy"},
+    "datasets": {"data", "devices", "mechanism"},
 }
 RULE["experiments"] = set(RULE) | {"simulation"}
 RULE["reproduction"] = RULE["flower"] = RULE["experiments"] | {"experiments"}

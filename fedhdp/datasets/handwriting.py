@@ -26,6 +26,7 @@ from fedhdp.data import ExampleSource, FederatedData, examples
 from fedhdp.datasets.femnist import check_classes
 from fedhdp.datasets.glyphs import GLYPHS, MAX_STROKES, shape_table
 from fedhdp.datasets.splits import Split, check_split, index_in_client
+from fedhdp.devices import use_cpu_cores
 from fedhdp.errors import require
 
 # How difficult the data is: standard deviations of a writer's style, of a writer's style for one glyph, and of one
@@ -305,6 +306,7 @@ def _sample_key(key, client, index):
 
 def _key(seed: int, stream: int) -> jax.Array:
     """The key of one stream; the generator is named so that JAX's default cannot change the images."""
+    use_cpu_cores()  # this may be the first use of JAX, after which a simulation could not have the cores
     return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), stream)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from fedhdp.data import FederatedData
+from fedhdp.devices import use_cpu_cores
 from fedhdp.engine.personal_store import personal_bytes, personal_bytes_limit
 from fedhdp.errors import ConfigError, RunError
 from fedhdp.experiments.batch import Interrupted, Progress, VariantBatch, Watch
@@ -130,6 +131,7 @@ def _run(experiment: Experiment, mechanism: Mechanism, directory: RunDirectory, 
         progress = Progress(experiment.variants[first].name, first + 1, len(parts), 0, experiment.rounds)
         if not watch(progress):
             raise Interrupted
+        use_cpu_cores()  # before anything below uses JAX
         data = experiment.data.load(mechanism, experiment.seed)
         model = experiment.model.build(int(np.prod(data.input_shape)), data.classes)
         mechanisms = [variant.mechanism(mechanism) for variant in experiment.variants]

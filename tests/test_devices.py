@@ -39,3 +39,17 @@ def test_importing_needs_no_linux_call():
     program = "import os; vars(os).pop('sched_getaffinity', None); import fedhdp; print(fedhdp.use_cpu_cores())"
     environment = os.environ.get("JAX_NUM_CPU_DEVICES")
     assert int(run_python(program).stdout) == (int(environment) if environment else os.cpu_count())
+
+
+@pytest.mark.process
+def test_a_simulation_has_all_cores_after_handwriting_was_generated():
+    program = """
+import os
+os.environ.pop("JAX_NUM_CPU_DEVICES", None)
+from fedhdp.datasets.handwriting import make_handwriting
+from fedhdp.devices import available_cores
+make_handwriting(4, 2, 1, 2)
+import jax
+print(jax.device_count() == available_cores())
+"""
+    assert run_python(program).stdout.split() == ["True"]

@@ -29,14 +29,14 @@ def error_console() -> Console:
     return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
-def in_short(epsilon: float | None, otherwise: str = "–") -> str:
+def epsilon_text(epsilon: float | None, otherwise: str = "–") -> str:
     """An epsilon, or a noise multiplier that keeps one, as a cell of a table: never rounded down."""
     from fedhdp.privacy.accounting import format_epsilon
 
     return otherwise if epsilon is None else format_epsilon(epsilon)
 
 
-def on_delta(delta: float, clients: int) -> list[str]:
+def delta_warnings(delta: float, clients: int) -> list[str]:
     """A warning about a delta that permits publishing a client's data; none where it is small enough."""
     if delta * clients < 1:
         return []
@@ -46,7 +46,7 @@ def on_delta(delta: float, clients: int) -> list[str]:
     ]
 
 
-def table(texts: Iterable[str], numbers: Iterable[str]) -> Table:
+def new_table(texts: Iterable[str], numbers: Iterable[str]) -> Table:
     """An empty table: columns of text, which may fold, then columns of numbers, which may not."""
     empty = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for name in texts:
@@ -56,16 +56,16 @@ def table(texts: Iterable[str], numbers: Iterable[str]) -> Table:
     return empty
 
 
-def print_table(console: Console, whole: Table) -> None:
+def print_table(console: Console, table: Table) -> None:
     """Print a table in as many pieces as the console's width requires.
 
     Args:
         console: Where to print.
-        whole: A table from `table`. Each piece repeats its columns of text, which may fold to half of the width, and has
+        table: A table from `new_table`. Each piece repeats its columns of text, which may fold to half of the width, and has
             as many columns of numbers as fit.
     """
-    texts = [column for column in whole.columns if column.justify == "left"]
-    numbers = [column for column in whole.columns if column.justify != "left"]
+    texts = [column for column in table.columns if column.justify == "left"]
+    numbers = [column for column in table.columns if column.justify != "left"]
     text_width = min(sum(map(_width, texts)), console.width // 2)
     pieces: list[list[Column]] = [[]]
     for column in numbers:
@@ -73,12 +73,12 @@ def print_table(console: Console, whole: Table) -> None:
             pieces.append([])
         pieces[-1].append(column)
     for piece in pieces:
-        console.print(_piece(whole, texts, piece))
+        console.print(_piece(table, texts, piece))
 
 
-def table_width(whole: Table) -> int:
+def table_width(table: Table) -> int:
     """The width that a table takes in one piece."""
-    return sum(map(_width, whole.columns))
+    return sum(map(_width, table.columns))
 
 
 def _width(column: Column) -> int:
@@ -86,8 +86,8 @@ def _width(column: Column) -> int:
     return max(map(len, lines)) + 2
 
 
-def _piece(whole: Table, texts: list[Column], numbers: list[Column]) -> Table:
-    piece = table([str(column.header) for column in texts], [str(column.header) for column in numbers])
-    for row, *cells in zip(whole.rows, *(column.cells for column in (*texts, *numbers)), strict=True):
+def _piece(table: Table, texts: list[Column], numbers: list[Column]) -> Table:
+    piece = new_table([str(column.header) for column in texts], [str(column.header) for column in numbers])
+    for row, *cells in zip(table.rows, *(column.cells for column in (*texts, *numbers)), strict=True):
         piece.add_row(*cells, style=row.style, end_section=row.end_section)
     return piece

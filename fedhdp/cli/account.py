@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 import typer
 
-from fedhdp.cli._output import console, in_short, on_delta, print_json, print_table, table
+from fedhdp.cli._output import console, delta_warnings, epsilon_text, new_table, print_json, print_table
 from fedhdp.errors import ConfigError
 from fedhdp.mechanism import Sampling
 from fedhdp.privacy.accounting import ADJACENCY, SAMPLER, Accountant, pluralize
@@ -165,7 +165,7 @@ def _print_levels(deployment: Deployment, sampling: Sampling, levels: list[Level
     out = console()
     basis = f"{SAMPLER[sampling]}, {ADJACENCY[sampling]}"
     out.print(f"{deployment.name}: epsilon of each level after {pluralize(deployment.rounds)} ({basis})")
-    rows = table(("level",), ("q", "z", "weight", "delta", "ε RDP", "ε PLD", "budget"))
+    rows = new_table(("level",), ("q", "z", "weight", "delta", "ε RDP", "ε PLD", "budget"))
     for number, level in enumerate(levels):
         rows.add_row(
             level.level + ("" if number else " (default)"),
@@ -173,9 +173,9 @@ def _print_levels(deployment: Deployment, sampling: Sampling, levels: list[Level
             f"{level.noise_multiplier:.4g}",
             f"{level.weight:g}",
             f"{level.delta:g}",
-            in_short(level.epsilon),
-            in_short(level.epsilon_pld),
-            in_short(level.budget),
+            epsilon_text(level.epsilon),
+            epsilon_text(level.epsilon_pld),
+            epsilon_text(level.budget),
         )
     print_table(out, rows)
     out.print(
@@ -196,14 +196,14 @@ def _print_rounds(report: RoundsReport) -> None:
     if report.target_epsilon is None:
         noise = f"{report.noise_multiplier:.4g}"
         out.print(
-            f"Epsilon {in_short(report.epsilon)} at delta {report.delta:g} after {rounds} with noise of {noise} times "
+            f"Epsilon {epsilon_text(report.epsilon)} at delta {report.delta:g} after {rounds} with noise of {noise} times "
             f"the L2 sensitivity ({basis})."
         )
     else:
-        noise = in_short(report.noise_multiplier)
+        noise = epsilon_text(report.noise_multiplier)
         out.print(
             f"Noise multiplier {noise}: noise of {noise} times the L2 sensitivity keeps {rounds} within epsilon "
-            f"{in_short(report.target_epsilon)} at delta {report.delta:g}, at {in_short(report.epsilon)} ({basis})."
+            f"{epsilon_text(report.target_epsilon)} at delta {report.delta:g}, at {epsilon_text(report.epsilon)} ({basis})."
         )
     if report.unprotected:
         out.print("Without noise nothing is protected: this is opting out.")
@@ -212,7 +212,7 @@ def _print_rounds(report: RoundsReport) -> None:
         out.print(
             f"Replacing one client changes a sum by two clips, so this noise is {report.noise_in_clips:.4g} clips. "
             f"A mechanism with noise of {noise} clips has half the noise multiplier, and epsilon "
-            f"{in_short(report.epsilon_if_noise_in_clips)}."
+            f"{epsilon_text(report.epsilon_if_noise_in_clips)}."
         )
     _print_curve(out, report)
 
@@ -224,7 +224,7 @@ def _print_curve(out: Console, report: RoundsReport) -> None:
     out.print(f"{'rounds':>{digits}}  epsilon", style="dim")
     for point in report.curve:
         bar = "█" * max(1, round(BAR_WIDTH * point.epsilon / largest)) if point.epsilon else ""
-        out.print(f"{point.rounds:>{digits}}  {in_short(point.epsilon):>7}  ", end="")
+        out.print(f"{point.rounds:>{digits}}  {epsilon_text(point.epsilon):>7}  ", end="")
         out.print(bar, style="cyan")
 
 
@@ -233,7 +233,7 @@ def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning 
     basis = f"{SAMPLER[groups[0].sampling]}, {groups[0].adjacency}"
     out.print(f"{name}: epsilon of each group after {pluralize(groups[0].rounds)} ({basis})")
     tuned_column = [] if tuning is None else ["ε tuned"]
-    rows = table(("variant", "group"), ("clients", "q", "z", "delta", "ε RDP", "ε PLD", *tuned_column))
+    rows = new_table(("variant", "group"), ("clients", "q", "z", "delta", "ε RDP", "ε PLD", *tuned_column))
     for report in reports:
         for number, group in enumerate(report.groups):
             rows.add_row(
@@ -243,13 +243,13 @@ def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning 
                 f"{group.sampling_rate:g}",
                 "∞" if group.noise_multiplier == math.inf else f"{group.noise_multiplier:.4g}",
                 f"{group.delta:g}",
-                in_short(group.epsilon),
-                in_short(group.epsilon_pld),
-                *([] if tuning is None else [in_short(group.epsilon_tuned)]),
+                epsilon_text(group.epsilon),
+                epsilon_text(group.epsilon_pld),
+                *([] if tuning is None else [epsilon_text(group.epsilon_tuned)]),
                 end_section=number == len(report.groups) - 1,
             )
     print_table(out, rows)
-    for line in on_delta(max(group.delta for group in groups), sum(group.clients for group in groups)):
+    for line in delta_warnings(max(group.delta for group in groups), sum(group.clients for group in groups)):
         out.print(line, style="yellow")
     if drops_groups:
         out.print(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedhdp.cli._output import console, in_short, print_json, print_table, table
+from fedhdp.cli._output import console, epsilon_text, new_table, print_json, print_table
 from fedhdp.privacy.accounting import pluralize
 
 if TYPE_CHECKING:
@@ -77,20 +77,20 @@ def promise(
     if is_new:
         console().print(f"{file}: a new ledger")
     console().print(
-        f"{group}: the budget is {Budget(epsilon, delta)}; over all runs epsilon is {in_short(standing.epsilon)}.{note}"
+        f"{group}: the budget is {Budget(epsilon, delta)}; over all runs epsilon is {epsilon_text(standing.epsilon)}.{note}"
     )
 
 
 def _print_groups(out: Console, groups: list[GroupStanding]) -> None:
-    rows = table(("group",), ("clients", "budget", "delta", "ε RDP", "ε PLD", "rounds", "left"))
+    rows = new_table(("group",), ("clients", "budget", "delta", "ε RDP", "ε PLD", "rounds", "left"))
     for group in groups:
         rows.add_row(
             group.group,
             f"{group.clients:,}" if group.clients else "none yet",
-            in_short(group.budget.epsilon if group.budget else None, "none"),
+            epsilon_text(group.budget.epsilon if group.budget else None, "none"),
             f"{group.delta:g}",
-            in_short(group.epsilon),
-            in_short(group.epsilon_pld),
+            epsilon_text(group.epsilon),
+            epsilon_text(group.epsilon_pld),
             f"{sum(charge['rounds'] for charge in group.charges):,}",
             _format_rounds_left(group.rounds_left),
         )
@@ -116,7 +116,7 @@ def _format_charges(group: GroupStanding) -> str:
 
 
 def _print_runs(out: Console, runs: tuple[Run, ...]) -> None:
-    rows = table(("run", "started"), ("rounds charged",))
+    rows = new_table(("run", "started"), ("rounds charged",))
     for run in runs:
         rows.add_row(run.name, run.started, f"{run.charged:,}")
     print_table(out, rows)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from fedhdp.cli._output import console, in_short, on_delta, print_json, print_table, table
+from fedhdp.cli._output import console, delta_warnings, epsilon_text, new_table, print_json, print_table
 from fedhdp.errors import ConfigError, InvalidValueError
 from fedhdp.privacy.accounting import pluralize
 
@@ -92,22 +92,22 @@ def _print(plan: Plan) -> None:
 
 def _print_levels(out: Console, plan: Plan) -> None:
     columns = ("clients", "cohort", "target ε", "noise z", "weight r", "share", "ε PLD", "ε RDP")
-    levels = table(("level",), columns)
+    levels = new_table(("level",), columns)
     for level in plan.levels:
         levels.add_row(
             level.name,
             f"{level.clients:,}",
             f"{level.expected_cohort_size:.4g}",
-            in_short(level.target_epsilon),
+            epsilon_text(level.target_epsilon),
             f"{level.noise_multiplier:.4g}",
             f"{level.weight:.2g}",
             f"{level.weight_share:.0%}",
-            in_short(level.epsilon_pld),
-            in_short(level.epsilon_rdp),
+            epsilon_text(level.epsilon_pld),
+            epsilon_text(level.epsilon_rdp),
         )
     print_table(out, levels)
     out.print("noise z: for the target by PLD; share: of the weighted mean; Poisson sampling, add or remove one client")
-    for line in on_delta(plan.delta, plan.clients):
+    for line in delta_warnings(plan.delta, plan.clients):
         out.print(line, style="yellow")
     out.print()
 
@@ -115,7 +115,7 @@ def _print_levels(out: Console, plan: Plan) -> None:
 def _print_errors(out: Console, plan: Plan) -> None:
     out.print("Expected error of the model, in units of the clip (the mean update has norm at most 1)")
     columns = ("noise per\nparameter", "noise\nnorm", "noise, mean\nover rounds", "error")
-    errors = table(("algorithm",), columns)
+    errors = new_table(("algorithm",), columns)
     for name, label in ALGORITHMS.items():
         estimate = plan.error_estimates[name]
         numbers = (estimate.noise_per_parameter, estimate.noise_per_round, estimate.noise, estimate.error)
@@ -127,7 +127,7 @@ def _print_errors(out: Console, plan: Plan) -> None:
 def _print_costs(out: Console, plan: Plan) -> None:
     out.print("Error if a level's clients chose otherwise")
     columns = ("as planned", "opted out", "without\nthem", "equal\nweights", "equal weights,\nwithout them")
-    costs = table(("level",), columns)
+    costs = new_table(("level",), columns)
     planned, equal = plan.error_estimates["fedhdp"], plan.error_estimates["hdp_fedavg"]
     for cost in plan.costs:
         estimates = (planned, cost.opted_out, cost.without, equal, cost.equal_weights_without)

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedhdp.cli._output import console, error_console, print_json, print_table, table, table_width
+from fedhdp.cli._output import console, error_console, new_table, print_json, print_table, table_width
 from fedhdp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def reproduce(
     errors = error_console()
     if name in ("causes", "skewed-causes"):
         _refuse_other_options(context, name, {"name", "seeds", "rows", "rounds", "out"})
-        return _run_causes(name, rows, seeds_of(seeds), rounds, folder)
+        return _run_causes(name, rows, parse_seeds(seeds), rounds, folder)
     from fedhdp.reproduction.comparison import load
     from fedhdp.reproduction.extensions import parse_rows
     from fedhdp.reproduction.render import write
@@ -131,7 +131,7 @@ def reproduce(
         from fedhdp.reproduction.runner import check_output_directory
 
         check_output_directory(folder)
-        parts = make_parts(name, rows, seeds_of(seeds, "; to render what has been run: --render"), options)
+        parts = make_parts(name, rows, parse_seeds(seeds, "; to render what has been run: --render"), options)
         _run(parts, folder, _command(context), out, errors)
     comparison = load(folder, name)
     paths = write(folder, comparison)
@@ -139,7 +139,7 @@ def reproduce(
     errors.print(f"written to {folder}: {', '.join(path.name for path in paths)}", style="dim", soft_wrap=True)
 
 
-def seeds_of(text: str, hint: str = "") -> range:
+def parse_seeds(text: str, hint: str = "") -> range:
     """Seeds from 3 (the first three) or 2-4 (these)."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
     if match is None:
@@ -274,7 +274,7 @@ def _print(comparison: Comparison) -> None:
 
 def _rich_table(text: TextTable) -> Table:
     names = 2 if text.header[1] == "λ" else 1
-    shown = table(text.header[:names], text.header[names:])
+    shown = new_table(text.header[:names], text.header[names:])
     for row, block, following in zip(text.rows, text.blocks, [*text.blocks[1:], None], strict=True):
         shown.add_row(*row, end_section=block != following)
     return shown
@@ -282,7 +282,7 @@ def _rich_table(text: TextTable) -> Table:
 
 def _print_claims(out: Console, text: TextTable) -> None:
     colours = {"held": "green", "not held": "red"}
-    shown = table(text.header, ())
+    shown = new_table(text.header, ())
     for row in text.rows:
         shown.add_row(*row, style=colours.get(row[1].partition(",")[0], "dim"))
     out.print(shown)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from fedhdp.cli._output import console, error_console, in_short, print_json, print_table, table, table_width
+from fedhdp.cli._output import console, epsilon_text, error_console, new_table, print_json, print_table, table_width
 from fedhdp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -114,12 +114,12 @@ def _resume(directory: Path, json: bool) -> None:
 
 
 def _run_seeds(experiment: Experiment, seeds: str, directory: Path, named: bool, json: bool) -> None:
-    from fedhdp.cli.reproduce import seeds_of
+    from fedhdp.cli.reproduce import parse_seeds
     from fedhdp.experiments import run_or_resume, with_seeds
 
     resume_command = shlex.join(["fedhdp", *sys.argv[1:], *([] if named else ["--out", str(directory)])])
     summaries = {}
-    experiments = with_seeds(experiment, seeds_of(seeds))
+    experiments = with_seeds(experiment, parse_seeds(seeds))
     for value in experiments:
         error_console().print(f"seed {value.seed}")
         start = partial(run_or_resume, value, directory / f"seed-{value.seed}")
@@ -172,25 +172,25 @@ def _print_table(summaries: Sequence[Summary]) -> None:
     out = console(TABLE_WIDTH)
     variants, *other_seeds = [summary.variants for summary in summaries]
     header, rows = table_cells(variants, other_seeds=other_seeds)
-    shown = _rich_table(header, rows)
-    wide = table_width(shown) <= out.width
+    table = _rich_table(header, rows)
+    wide = table_width(table) <= out.width
     if not wide:
         header, rows = table_cells(variants, variances=False, other_seeds=other_seeds)
-        shown = _rich_table([name.replace(" ", "\n") for name in header], rows)
+        table = _rich_table([name.replace(" ", "\n") for name in header], rows)
     means = f", mean of {len(summaries)} seeds ± half of its 95% interval" if other_seeds else ""
     variances = ", variance across clients in parentheses" if wide else ""
     out.print(f"{summaries[0].experiment}: accuracy in %{means}{variances}")
     out.print(_legend(header))
-    print_table(out, shown)
+    print_table(out, table)
     for line in footnotes([variant for summary in summaries for variant in summary.variants]):
         out.print(line, style="dim")
 
 
 def _rich_table(header: list[str], rows: list[list[str]]) -> Table:
-    shown = table(header[:1], header[1:])
+    table = new_table(header[:1], header[1:])
     for row in rows:
-        shown.add_row(*row)
-    return shown
+        table.add_row(*row)
+    return table
 
 
 def _legend(header: list[str]) -> str:
@@ -212,6 +212,6 @@ def _print_ledger(experiment: Experiment) -> None:
     with Ledger(experiment.ledger, read_only=True) as ledger:
         names = [group.name for group in experiment.mechanism.groups if group.name in ledger.groups()]
         standings = [group_standing(ledger, name, experiment.delta_of(name)) for name in names]
-    epsilons = [f"ε {s.group} = {in_short(s.epsilon, 'not known')} at δ {s.delta:g}" for s in standings]
+    epsilons = [f"ε {s.group} = {epsilon_text(s.epsilon, 'not known')} at δ {s.delta:g}" for s in standings]
     line = f"{experiment.ledger}, over all its runs and variants: {', '.join(epsilons)}"
     console(TABLE_WIDTH).print(line, style="dim", soft_wrap=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedhdp.cli._output import console, print_json, print_table, table
+from fedhdp.cli._output import console, new_table, print_json, print_table
 from fedhdp.errors import ConfigError, InvalidValueError
 
 if TYPE_CHECKING:
@@ -110,14 +110,14 @@ def _parse_group(text: str) -> TheoryGroup:
 
 def _print(problem: Problem, result: Optimum) -> None:
     out = console()
-    best = table(("group",), ("clients", "γ²", "weight r", "pull λ,\nwithout own noise", "pull λ,\nwith own noise"))
+    best = new_table(("group",), ("clients", "γ²", "weight r", "pull λ,\nwithout own noise", "pull λ,\nwith own noise"))
     for group, row in zip(problem.groups, result.groups, strict=True):
         numbers = (group.gamma2, row.weight, row.pull, row.pull_own_noise)
         best.add_row(group.name, f"{group.clients:,}", *map(_format_number, numbers))
     print_table(out, best)
     out.print()
 
-    errors = table(("error of",), ("FedHDP", *BASELINES.values()))
+    errors = new_table(("error of",), ("FedHDP", *BASELINES.values()))
     baselines = [result.baselines[name] for name in BASELINES]
     variances = (result.server_variance, *(baseline.server_variance for baseline in baselines))
     errors.add_row("server", *map(_format_number, variances))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedhdp.engine import personal_store
 from fedhdp.experiments.config import Experiment
 from fedhdp.mechanism import SERVER
 from fedhdp.privacy.budget import BudgetExhausted, RunBilling
@@ -214,6 +215,7 @@ class VariantBatch:
         for number in reversed(range(len(results))):
             variant_scores = {model: score_KV[:, number].astype(np.float32) for model, score_KV in scores.items()}
             self.parts[number].finish(self.simulation.named_parameters(number), results[number], variant_scores)
+        (self.parts[0].path / personal_store.FILE_NAME).unlink(missing_ok=True)
         return results
 
 

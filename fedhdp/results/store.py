@@ -44,7 +44,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 EXPERIMENT_FILE, RUN_FILE, SUMMARY_FILE, LOCK_FILE = "experiment.toml", "run.json", "summary.json", ".lock"
-HISTORY_FILE, CHECKPOINT_FILE, PERSONAL_FILE = "history.csv", "checkpoint.npz", "personal.bin"
+HISTORY_FILE, CHECKPOINT_FILE = "history.csv", "checkpoint.npz"
 MODEL_FILE, SCORES_FILE, RESULT_FILE = "model.npz", "scores.npz", "result.json"
 
 
@@ -299,13 +299,12 @@ class VariantDirectory:
     def finish(
         self, model: Mapping[str, np.ndarray], result: VariantResult, scores: Mapping[str, np.ndarray] | None = None
     ) -> None:
-        """Write the model, the clients' scores and the result, and delete what only a resumed run needs."""
+        """Write the model, the clients' scores and the result, and delete the checkpoint."""
         write_arrays(self.path / MODEL_FILE, model)
         if scores is not None:
             write_arrays(self.path / SCORES_FILE, scores)
         write_value(self.path / RESULT_FILE, result)
-        for name in (CHECKPOINT_FILE, PERSONAL_FILE):
-            (self.path / name).unlink(missing_ok=True)
+        (self.path / CHECKPOINT_FILE).unlink(missing_ok=True)
 
 
 def _csv_lines(rows: Iterable[MetricRow]) -> str:

@@ -79,7 +79,7 @@ def test_noise_for_an_epsilon(run_json, options):
 def test_opting_out(run_cli, run_json, option):
     arguments = ("account", *option, "--sampling-rate", 0.05, *ROUNDS)
     report = run_json(*arguments)
-    assert (report["epsilon"], report["unprotected"], report["noise_multiplier"]) == (None, True, 0)
+    assert (report["epsilon"], report["unprotected"], report["noise_multiplier"]) == ("inf", True, 0)
     assert "opting out" in run_cli(*arguments).out
 
 
@@ -98,7 +98,7 @@ def test_an_experiment(run_cli, run_json):
         ["HDP-FedAvg+Ditto", "FedHDP r=0.01"],
     ]
     opted_out, private = document["mechanisms"][2]["groups"]
-    assert (opted_out["group"], opted_out["unprotected"], opted_out["epsilon"]) == ("opted out", True, None)
+    assert (opted_out["group"], opted_out["unprotected"], opted_out["epsilon"]) == ("opted out", True, "inf")
     assert private["epsilon"] == pytest.approx(gaussian_epsilon(1.5, 0.05, 500, 1e-4))
     assert private["epsilon_pld"] == pytest.approx(gaussian_epsilon(1.5, 0.05, 500, 1e-4, "pld"))
     assert private["epsilon_tuned"] > private["epsilon"]
@@ -136,7 +136,7 @@ def test_a_flower_app(run_cli, run_json):
     assert [level["level"] for level in document["levels"]] == ["strict", "relaxed", "open"]  # the strictest first
     assert (strict["epsilon_pld"], relaxed["epsilon_pld"]) == (pytest.approx(2, rel=0.01), pytest.approx(8, rel=0.01))
     assert strict["epsilon"] == gaussian_epsilon(strict["noise_multiplier"], 0.8, 5, 1e-4)
-    assert (opted_out["opted_out"], opted_out["epsilon"]) == (True, None)
+    assert (opted_out["opted_out"], opted_out["epsilon"]) == (True, "inf")
     longer = run_json("account", APP / "pyproject.toml", "--rounds", 50)
     assert longer["levels"][0]["noise_multiplier"] > 2 * strict["noise_multiplier"]
     assert "strict (default)" in run_cli("account", APP).out

@@ -38,7 +38,7 @@ def test_show(run_cli, run_json, file):
         ledger.charge("first", privacy_costs(MECHANISM, 7))
     document = run_json("ledger", "show", file)
     opted_out, strict = document["groups"]
-    assert (opted_out["group"], opted_out["unprotected"], opted_out["epsilon"]) == ("open", True, None)
+    assert (opted_out["group"], opted_out["unprotected"], opted_out["epsilon"]) == ("open", True, "inf")
     round_cost = privacy_costs(MECHANISM)["strict"]
     left = rounds_left([round_cost._replace(rounds=7)], round_cost, Budget(1.0, 1e-5))
     assert strict["epsilon"] == gaussian_epsilon(2.0, 0.1, 7, 1e-5)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from fedhdp.cli import main
-from fedhdp.cli._output import print_table, table
+from fedhdp.cli._output import new_table, print_table
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_json_and_toml_exclude_each_other(run):
 
 @pytest.mark.parametrize("width", [24, 40, 64, 200])
 def test_narrow_table_keeps_names_and_numbers(width):
-    shown = table(("level",), ("clients", "target ε", "noise z\nof a round", "ε PLD"))
+    shown = new_table(("level",), ("clients", "target ε", "noise z\nof a round", "ε PLD"))
     rows = [("a level of many words", "1,950", "12.25", "4.0025", "1.9957"), ("open", "50", "∞", "0", "∞")]
     for row in rows:
         shown.add_row(*row)

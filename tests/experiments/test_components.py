@@ -9,7 +9,7 @@ import pytest
 from experiment_helpers import assert_same_run, command, keep_going, tiny
 from msgspec.structs import replace
 
-from fedhdp.errors import ConfigError, LedgerError
+from fedhdp.errors import ConfigError, FedHDPError, LedgerError
 from fedhdp.experiments import EXPERIMENTS, Experiment, Interrupted, Progress, find, from_toml, resume, run, to_toml
 from fedhdp.experiments.components import PythonData, PythonModel
 from fedhdp.privacy.ledger import Ledger
@@ -120,7 +120,7 @@ def test_ledger_knows_the_population_by_the_files_name(coins, tmp_path):
     ],
 )
 def test_error_in_a_file_is_located(coins, tmp_path, old, new, place):
-    with pytest.raises(ValueError) as error:  # noqa: PT011 (of the package: a FedHDPError)
+    with pytest.raises(FedHDPError) as error:
         run(rewrite(coins, old, new), tmp_path / "run", keep_going)
     assert place in str(error.value)
     assert "\n" not in str(error.value)

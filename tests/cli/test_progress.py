@@ -1,0 +1,58 @@
+"""Progress as bars in a terminal and as lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+import signal
+
+import pytest
+from rich.console import Console
+
+from fedhdp.cli import _progress
+from fedhdp.cli._progress import CountDisplay, ProgressDisplay
+from fedhdp.experiments import Progress
+
+
+def console_of(terminal: bool, width: int = 120) -> Console:
+    """A console that writes to memory."""
+    return Console(file=io.StringIO(), force_terminal=terminal, width=width, highlight=False)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Every line and every note is due."""
+    monkeypatch.setattr(_progress, "LINE_SECONDS", -1.0)
+    monkeypatch.setattr(_progress, "NOTE_SECONDS", -1.0)
+
+
+def test_counts_are_lines_outside_of_a_terminal(impatient, capsys):
+    with CountDisplay() as display:
+        display.update("downloading", 512, 1024)
+        display.update("converting", 7, 0)
+    assert capsys.readouterr().err == "downloading: 50%\nconverting: 7\n"
+
+
+def test_rounds_are_lines_outside_of_a_terminal(impatient):
+    display = ProgressDisplay(console_of(terminal=False))
+    assert display.watch(Progress("FedHDP", 1, 2, 0, 3))
+    assert display.watch(Progress("FedHDP", 1, 2, 3, 3, (0.5, 0.75)))
+    assert display.console.file.getvalue() == "[1/2] FedHDP: round 3/3, accuracy 50.0–75.0%\n"
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_rounds_are_bars_in_a_terminal(impatient, width):
+    with ProgressDisplay(console_of(terminal=True, width=width)) as display:
+        display.watch(Progress("FedHDP", 1, 1, 1, 3))
+        display.watch(Progress("FedHDP", 1, 1, 3, 3, (0.5,)))
+    printed = display.console.file.getvalue()
+    assert "FedHDP" in printed
+    assert ("accuracy 50.0%" in printed) == (width > 40)
+
+
+def test_ctrl_c_asks_the_run_to_stop():
+    before = signal.getsignal(signal.SIGINT)
+    with ProgressDisplay(console_of(terminal=False)) as display:
+        signal.raise_signal(signal.SIGINT)
+        assert not display.watch(Progress("FedHDP", 1, 1, 1, 3))
+        assert display.stop
+    assert signal.getsignal(signal.SIGINT) is before

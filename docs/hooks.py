@@ -50,15 +50,12 @@ def _section(command: Any, name: str) -> Iterator[str]:
 
 
 def _row(param: Any) -> str:
-    names = (
-        ", ".join(f"`{option}`" for option in param.opts) if param.param_type_name == "option" else f"`{param.name}`"
-    )
-    kind = (
-        "" if getattr(param, "is_flag", False) else f" {param.make_metavar()}" if param.metavar else f" {_type(param)}"
-    )
+    is_option = param.param_type_name == "option"
+    names = ", ".join(f"`{option}`" for option in param.opts) if is_option else f"`{param.name}`"
+    value = "" if getattr(param, "is_flag", False) else f" {param.metavar or _type(param)}"
     default = "" if param.default in (None, False, ()) or callable(param.default) else f"`{param.default}`"
     meaning = " ".join((param.help or "").split()).replace("|", "\\|")
-    return f"| {names}{kind} | {meaning} | {'required' if param.required else default} |"
+    return f"| {names}{value} | {meaning} | {'required' if param.required else default} |"
 
 
 def _type(param: Any) -> str:

@@ -2,7 +2,7 @@
 
 | Algorithm 1, at client c_j                  | here                                                                |
 | ------------------------------------------- | ------------------------------------------------------------------- |
-| batch the client's data D_j                 | ``shuffle`` once a round, then ``ClientData.batch``                 |
+| batch the client's data D_j                 | ``shuffle`` once a round, then ``Schedule``                         |
 | the global model: θ ← θ⁰, then descent      | ``local_train`` with start = anchor = θ⁰ and pull 0 (FedProx: more) |
 | the personal model: θ_j, pulled towards θ⁰  | ``local_train`` with start = θ_j, anchor = θ⁰ and pull λ_j          |
 | Δθ, its norm, the clip and the bit b        | ``engine/low_rank.py`` (``delta``) and ``server.clip_and_sum``      |
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -127,6 +128,8 @@ class Batch(NamedTuple):
     y_B: Array
     real_B: Array  # False: padding, or an example of another batch
     first: Array | int  # the number of the first example
+    key: Array  # for dropout
+    rests: Array | bool = False  # the client does not have this batch and takes no step
 
 
 class ClientData(NamedTuple):
@@ -142,73 +145,92 @@ class ClientData(NamedTuple):
         begin = jnp.minimum(first, len(self.y_M) - size)
         x_B, y_B = jax.tree.map(lambda a_M: jax.lax.dynamic_slice_in_dim(a_M, begin, size), (self.x_M, self.y_M))
         row_B = begin + jnp.arange(size)
-        return Batch(x_B, y_B, (row_B >= first) & (row_B < self.num_examples), begin)
+        return Batch(x_B, y_B, (row_B >= first) & (row_B < self.num_examples), begin, self.key)
+
+
+class Schedule:
+    """The batches that a client takes, turn by turn.
+
+    Step n is batch n mod ``batches`` of epoch n div ``batches``, and a client rests in a step that it does not have. So
+    many clients train side by side, with one number of batches for all (lockstep) or each with its own (ragged). A turn
+    is one step; where an epoch has few batches, all known at compile time, it is an epoch, whose slices are taken once.
+
+    Args:
+        data: The client's examples.
+        training: Batch size, and the rule for incomplete batches.
+        epochs: The epochs to train.
+        batches: The number of batches in an epoch; by default the client's own.
+        steps: The first step and the number of steps; by default all steps of all epochs.
+    """
+
+    def __init__(
+        self,
+        data: ClientData,
+        training: LocalTraining,
+        epochs: range,
+        batches: Array | int | None = None,
+        steps: tuple[Array | int, int] | None = None,
+    ):
+        self.data, self.epochs, examples = data, epochs, len(data.y_M)
+        self.own_batches, self.size = training.batches(data.num_examples), min(training.batch_size, examples)
+        self.batches = self.own_batches if batches is None else batches
+        self.unrolled: list[Batch] | None = None
+        self.first: Array | int = 0
+        self.turns: Array | int = len(epochs)
+        if isinstance(self.batches, int) and self.batches <= UNROLLED and steps is None:
+            begins = [index * self.size for index in range(self.batches)]
+            self.unrolled = [data.batch(begin, min(self.size, examples - begin)) for begin in begins]
+        else:
+            self.first, self.turns = steps or (0, len(epochs) * self.batches)
+
+    def turn(self, number: Array) -> list[Batch]:
+        """The batches of this turn."""
+        if self.unrolled is not None:
+            epoch = self.epochs.start + number
+            return [self._at(batch, epoch, index) for index, batch in enumerate(self.unrolled)]
+        step, batches = self.first + number, jnp.maximum(self.batches, 1)
+        epoch, index = self.epochs.start + step // batches, step % batches
+        return [self._at(self.data.batch(index * self.size, self.size), epoch, index)]
+
+    def _at(self, batch: Batch, epoch: Array, index: Array | int) -> Batch:
+        """The batch with the random key of its step."""
+        key = jax.random.fold_in(jax.random.fold_in(batch.key, epoch), index * self.size)
+        return batch._replace(key=key, rests=(epoch >= self.epochs.stop) | (index >= self.own_batches))
 
 
 def local_train(
-    predict: Callable[[Parameters, Batch, Array], Array],
+    predict: Callable[[Parameters, Batch], Array],
     loss: Callable[[Array, Array], Array],
-    training: LocalTraining,
     start: Parameters,
     anchor: Parameters,
     pull: Array | float,
     rate: Array | float,
-    data: ClientData,
-    epochs: range,
-    batches: Array | int | None = None,
-    steps: tuple[Array | int, int] | None = None,
+    schedule: Schedule,
 ) -> Parameters:
-    """Train one model of one client by gradient descent that is pulled towards an anchor.
-
-    Step n takes batch n mod ``batches`` of epoch n div ``batches``. In a step that the client does not have, it rests:
-    many clients can so be mapped over with one number of batches for all (lockstep), or each with its own (ragged).
+    """Train one model of one client by minibatch gradient descent that is pulled towards an anchor.
 
     Args:
-        predict: From parameters, a batch and a random key (for dropout) to the model's outputs.
+        predict: From parameters and a batch to the model's outputs.
         loss: From outputs and targets to the loss of each example.
-        training: Batch size and the rule for incomplete batches.
         start: The parameters to begin with.
-        anchor: The parameters that the pull is towards: the round's global model.
+        anchor: The parameters that the pull is towards: the global model of the round.
         pull: λ; 0 for a global model, or FedProx's.
         rate: η.
-        data: The client's examples.
-        epochs: The epochs to train.
-        batches: The number of batches in an epoch; by default the client's own.
-        steps: The first step and the number of steps; by default all steps of all epochs.
+        schedule: The client's batches.
 
     Returns:
         The trained parameters.
     """
-    own_batches, size = training.batches(data.num_examples), min(training.batch_size, len(data.y_M))
-    batches = own_batches if batches is None else batches
 
-    def step(theta: Parameters, epoch: Array, number: Array | int, batch: Batch) -> Parameters:
-        key = jax.random.fold_in(jax.random.fold_in(data.key, epoch), number * size)
-        eta = jnp.where((number < own_batches) & (epoch < epochs.stop), rate, 0.0)
+    def f(theta: Parameters, batch: Batch) -> Array:
+        loss_B = loss(predict(theta, batch), batch.y_B)
+        return jnp.sum(jnp.where(batch.real_B, loss_B, 0.0)) / jnp.maximum(jnp.sum(batch.real_B), 1)
 
-        def f(theta: Parameters) -> Array:
-            loss_B = loss(predict(theta, batch, key), batch.y_B)
-            return jnp.sum(jnp.where(batch.real_B, loss_B, 0.0)) / jnp.maximum(jnp.sum(batch.real_B), 1)
-
-        def descend(theta: Array, gradient: Array, anchor: Array) -> Array:
+    def descend(theta: Parameters, batch: Batch) -> Parameters:
+        def of_leaf(theta: Array, gradient: Array, anchor: Array) -> Array:
             return theta - eta * (gradient + pull * (theta - anchor))
 
-        return jax.tree.map(descend, theta, jax.grad(f)(theta), anchor)
+        eta = jnp.where(batch.rests, 0.0, rate)
+        return jax.tree.map(of_leaf, theta, jax.grad(f)(theta, batch), anchor)
 
-    if isinstance(batches, int) and batches <= UNROLLED and steps is None:  # slices are taken once for all epochs
-        sizes = [min(size, len(data.y_M) - number * size) for number in range(batches)]
-        unrolled = [data.batch(number * size, sizes[number]) for number in range(batches)]
-
-        def one_epoch(epoch: Array, theta: Parameters) -> Parameters:
-            for number, batch in enumerate(unrolled):
-                theta = step(theta, epoch, number, batch)
-            return theta
-
-        return jax.lax.fori_loop(epochs.start, epochs.stop, one_epoch, start)
-
-    def one_step(n: Array, theta: Parameters) -> Parameters:
-        epoch, number = epochs.start + (first + n) // batches, (first + n) % batches
-        return step(theta, epoch, number, data.batch(number * size, size))
-
-    first, count = steps or (0, len(epochs) * batches)
-    return jax.lax.fori_loop(0, count, one_step, start)
+    return jax.lax.fori_loop(0, schedule.turns, lambda n, theta: reduce(descend, schedule.turn(n), theta), start)

@@ -9,7 +9,7 @@ import pytest
 import reference
 from helpers import raises_field
 
-from fedhdp.client import ClientData, LocalTraining, local_train, shuffle
+from fedhdp.client import ClientData, LocalTraining, Schedule, local_train, shuffle
 from fedhdp.models import Model, mlp
 
 
@@ -21,7 +21,7 @@ def network(theta: dict) -> reference.Network:
 
 def apply(model: Model):
     """How the model predicts from its own parameters."""
-    return lambda theta, batch, key: model.apply(theta, batch.x_B, key)
+    return lambda theta, batch: model.apply(theta, batch.x_B, batch.key)
 
 
 @pytest.mark.parametrize("settings", [{}, {"whole_batches": True}, {"proximal": 0.8}], ids=str)
@@ -37,7 +37,8 @@ def test_local_train_is_the_plain_loop(count, settings, static):
     data = ClientData(x_M, y_M, count if static else jnp.int32(count), jax.random.key(2))
 
     def train(start, pull, rate):
-        return local_train(apply(model), model.loss, training, start, theta, pull, rate, data, range(training.epochs))
+        schedule = Schedule(data, training, range(training.epochs))
+        return local_train(apply(model), model.loss, start, theta, pull, rate, schedule)
 
     trained, trained_personal = train(theta, training.proximal, 0.2), train(personal, 0.5, 0.1)
 
@@ -54,9 +55,8 @@ def test_local_train_is_the_plain_loop(count, settings, static):
 def test_step_is_the_update_line_of_algorithm_1():
     model = Model(lambda key: None, lambda theta, x_B, key: theta, loss=lambda theta, y_B: theta**3 + 0 * y_B)
     data = ClientData(np.zeros((1, 1)), np.zeros(1), 1, jax.random.key(0))
-    trained = local_train(
-        apply(model), model.loss, LocalTraining(), jnp.float32(2.0), jnp.float32(1.0), 0.5, 0.1, data, range(1)
-    )
+    schedule = Schedule(data, LocalTraining(), range(1))
+    trained = local_train(apply(model), model.loss, jnp.float32(2.0), jnp.float32(1.0), 0.5, 0.1, schedule)
     assert float(trained) == pytest.approx(2.0 - 0.1 * (3 * 2.0**2 + 0.5 * (2.0 - 1.0)))
 
 
@@ -67,8 +67,8 @@ def test_steps_in_parts_are_all_steps():
     data = ClientData(x_M, y_M, jnp.int32(10), jax.random.key(2))
 
     def train(start, steps=None):
-        arguments = (start, theta, 0.3, 0.2, data, range(2))
-        return local_train(apply(model), model.loss, training, *arguments, steps=steps)
+        schedule = Schedule(data, training, range(2), steps=steps)
+        return local_train(apply(model), model.loss, start, theta, 0.3, 0.2, schedule)
 
     in_parts = train(train(theta, (0, 2)), (2, 6))  # more than there are: the client rests
     for a, b in zip(jax.tree.leaves(in_parts), jax.tree.leaves(train(theta)), strict=True):

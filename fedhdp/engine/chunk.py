@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedhdp.client import ClientData, LocalTraining, local_train
+from fedhdp.client import ClientData, LocalTraining, Schedule, local_train
 from fedhdp.engine.low_rank import ClientUpdates, Parametrization
 from fedhdp.models import Array, Model, Parameters, take
 
@@ -70,8 +70,8 @@ def client_updates(
             def of_client(theta_T, inputs_T, pull_T, y_M, count, key):
                 def of_model(theta, anchor, pull, rate, inputs_M):
                     data = ClientData(inputs_M, y_M, capacity if uniform_size else count, key)
-                    predict, loss = parametrization.predict, model.loss
-                    return local_train(predict, loss, training, theta, anchor, pull, rate, data, epochs, batches, steps)
+                    schedule = Schedule(data, training, epochs, batches, steps)
+                    return local_train(parametrization.predict, model.loss, theta, anchor, pull, rate, schedule)
 
                 anchor_T, others_T = parametrization.anchor_T, (pull_T, rate_T, inputs_T)
                 return jax.vmap(of_model)(theta_T, *take((anchor_T, *others_T), slice(models)))

@@ -50,7 +50,7 @@ class Parametrization(Protocol):
     def from_params(self, personal_CV: Parameters | None) -> tuple[Parameters, Any]:
         """The models before training [C, T, ...], and the inputs that each of them predicts from [C, T, M, ...]."""
 
-    def predict(self, theta: Parameters, batch: Batch, key: Array) -> Array:
+    def predict(self, theta: Parameters, batch: Batch) -> Array:
         """The outputs of one model of one client."""
 
     def delta(self, theta_CR: Parameters) -> ClientUpdates:
@@ -90,9 +90,9 @@ class FullRank:
         x_CTM = jnp.broadcast_to(self.x_CM[:, None], (len(self.x_CM), self.models, *self.x_CM.shape[1:]))
         return _join(_repeat(self.theta_R, len(self.x_CM)), personal_CV), x_CTM
 
-    def predict(self, theta: Parameters, batch: Batch, key: Array) -> Array:
+    def predict(self, theta: Parameters, batch: Batch) -> Array:
         """The model's outputs."""
-        return self.model.apply(theta, batch.x_B, key)
+        return self.model.apply(theta, batch.x_B, batch.key)
 
     def delta(self, theta_CR: Parameters) -> ClientUpdates:
         """The differences to the global models."""
@@ -159,13 +159,13 @@ class LowRank:
         offset_CTMH = jnp.concatenate([jnp.zeros_like(self.output_CRMH), offset_CVMH], axis=1)
         return theta_CT, (self.output_CRMH[:, _run_T(self.theta_R, self.run_V)], offset_CTMH, gram_CTMM)
 
-    def predict(self, theta: Parameters, batch: Batch, key: Array) -> Array:
+    def predict(self, theta: Parameters, batch: Batch) -> Array:
         """The head's outputs; the gradient does not change a, which the pull alone moves."""
         anchor_BH, offset_BH, gram_BM = batch.x_B
         h_BH = anchor_BH + gram_matmul(theta["A"], gram_BM, batch.first)
         if offset_BH is not None:
             h_BH = h_BH + jax.lax.stop_gradient(theta["a"]) * offset_BH
-        return self.head(theta["rest"], h_BH, key)
+        return self.head(theta["rest"], h_BH, batch.key)
 
     def delta(self, theta_CR: Parameters) -> ClientUpdates:
         """A and the difference of the other layers; the norm includes a bound on its rounding."""

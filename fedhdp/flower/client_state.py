@@ -14,11 +14,9 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import msgspec
 from flwr.app import ConfigRecord, RecordDict
@@ -35,7 +33,7 @@ from fedhdp.flower.protocol import (
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import PrivacyCost, rounds_left, within_budget
 from fedhdp.privacy.ledger import Budget, BudgetError, Ledger
-from fedhdp.results.store import atomic_write, read_arrays, read_value, write_arrays, write_value
+from fedhdp.results.store import atomic_write, lock_file, read_arrays, read_value, write_arrays, write_value
 
 SELF_GROUP = "this client"  # the client's only group in its own ledger
 BUDGET_EXHAUSTED = "this client's budget is exhausted"
@@ -146,7 +144,7 @@ class ClientStateDir(InMemoryState):
     def locked(self) -> Iterator[None]:
         """Exclude other processes: a SuperNode may serve several runs at once."""
         with open(self.path / ".lock", "w") as file:
-            _lock(file)
+            lock_file(file, wait=True)
             yield
 
     def rounds_left(self, cost: PrivacyCost, budget: Budget | None) -> float:
@@ -241,18 +239,3 @@ def _kind(model: Arrays) -> str:
 
 def _recorded_budget(ledger: Ledger) -> Budget | None:
     return ledger.budget(SELF_GROUP) if SELF_GROUP in ledger.groups() else None
-
-
-def _lock(file: IO[str]) -> None:
-    """Wait for the exclusive lock on a file; closing the file releases it."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        import msvcrt
-
-        while True:
-            try:
-                return msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-            except OSError:
-                time.sleep(0.05)
-    fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,0 +1,93 @@
+"""Metrics and the pull that each client chooses."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from simulations import CHOSEN, MODEL, TRAINING, trained
+
+from fedhdp.data import Examples, hold_out
+from fedhdp.models import correct
+from fedhdp.results.metrics import group_rows
+from fedhdp.server import ServerOptimizer
+from fedhdp.simulation import simulate
+
+
+def test_metrics_agree_with_a_plain_loop(population):
+    simulation = trained(population, CHOSEN)
+    rows = {(r.group, r.model, r.metric): r.value for r in simulation.evaluate()[0]}
+    test = population.test
+    scores = {"global": [], "personal": []}
+    for k in range(population.num_clients):
+        here = slice(test.start_K[k], test.start_K[k] + test.count_K[k])
+        x, y = test.x_N[here] / np.float32(255), test.y_N[here]
+        for model in scores:
+            theta = simulation.model(client=k if model == "personal" else None)
+            scores[model].append(float((np.argmax(MODEL.apply(theta, x, None), axis=1) == y).mean()))
+    first = 0
+    for group in CHOSEN.groups:
+        for model, all_scores in scores.items():
+            mine = all_scores[first : first + group.clients]
+            assert rows[group.name, model, "accuracy"] == pytest.approx(np.mean(mine), abs=1e-6)
+            assert rows[group.name, model, "variance"] == pytest.approx(np.var(mine), abs=1e-6)
+            assert rows[group.name, model, "worst_decile"] == pytest.approx(min(mine), abs=1e-6)
+        first += group.clients
+
+
+def test_group_metrics_are_means_of_client_scores(population):
+    result = simulate(population, MODEL, CHOSEN, TRAINING, ServerOptimizer(average=0.5), rounds=2, seed=3, noise_seed=1)
+    assert set(result.scores) == {"global", "personal", "average"}
+    rows = {(r.group, r.model, r.metric): r.value for r in result.history}
+    group_K = CHOSEN.client_group_indices
+    for model, score_K in result.scores.items():
+        assert score_K.shape == (population.num_clients,)
+        for number, group in enumerate(CHOSEN.groups):
+            mine = score_K[group_K == number]
+            assert rows[group.name, model, "accuracy"] == pytest.approx(mine.mean())
+            assert rows[group.name, model, "variance"] == pytest.approx(mine.var())
+    assert (result.scores["global"] != result.scores["personal"]).any()
+
+
+def test_the_worst_decile_of_thirty_clients_is_the_mean_of_three():
+    score_K = np.random.default_rng(0).permutation(30) / 30
+    rows = {row.metric: row.value for row in group_rows(1, "global", ["all"], np.zeros(30, int), score_K)}
+    assert rows["worst_decile"] == pytest.approx(1 / 30)
+    assert rows["accuracy"] == pytest.approx(14.5 / 30)
+
+
+def test_each_client_chooses_the_best_pull_on_its_validation_examples(population):
+    chosen = hold_out(population, 0.3, seed=5)
+    pulls = [replace(CHOSEN, groups=tuple(replace(g, pull=pull) for g in CHOSEN.groups)) for pull in (0.0, 0.5, 4.0)]
+    simulation = trained(chosen, pulls, rounds=4)
+    rows = simulation.evaluate()
+    held, test = chosen.validation, chosen.test
+
+    def score(own_P: np.ndarray, examples: Examples, k: int) -> float:
+        here = slice(examples.start_K[k], examples.start_K[k] + examples.count_K[k])
+        if not examples.count_K[k]:
+            return 0.0
+        theta = simulation.engine.unravel(own_P)
+        guess = np.argmax(MODEL.apply(theta, examples.x_N[here] / np.float32(255), None), axis=1)
+        return float((guess == examples.y_N[here]).mean())
+
+    everybody = np.arange(chosen.num_clients)
+    own = [simulation.personal_models(everybody, number) for number in range(3)]
+    best = [max(range(3), key=lambda v, k=k: (score(own[v][k], held, k), -v)) for k in everybody]
+    expected = np.array([score(own[best[k]][k], test, k) for k in everybody])
+    assert len(set(best)) > 1
+    for number, group in enumerate(CHOSEN.groups):
+        told = [row.value for one in rows for row in one if row[1:4] == (group.name, "chosen", "accuracy")]
+        assert told == pytest.approx([expected[simulation.group_K == number].mean()] * 3, abs=1e-6)
+
+
+def test_a_server_without_a_test_set(population):
+    blind = population._replace(server_x_N=population.server_x_N[:0], server_y_N=population.server_y_N[:0])
+    found = simulate(blind, MODEL, CHOSEN, TRAINING, rounds=1).result("x")
+    assert found.server_accuracy is None
+    assert found.groups[0].global_accuracy is not None
+
+
+def test_nan_outputs_are_never_correct():
+    assert correct(jnp.array([[jnp.nan, 0.0], [jnp.inf, 0.0], [1.0, 0.0]]), jnp.array([0, 0, 0])).tolist() == [0, 0, 1]

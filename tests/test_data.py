@@ -1,0 +1,46 @@
+"""Examples from arrays and lists, and examples that are held out."""
+
+from __future__ import annotations
+
+import numpy as np
+from helpers import raises_field
+
+from fedhdp.data import examples, from_lists, hold_out
+from fedhdp.errors import DataError
+
+
+def test_examples_from_lists():
+    x = [np.arange(2 * n, dtype=np.float32).reshape(n, 2) + 100 * n for n in (3, 1, 2)]
+    made = from_lists(x, [np.arange(len(one)) for one in x])
+    assert made.count_K.tolist() == [3, 1, 2]
+    np.testing.assert_array_equal(made.x_N[made.start_K[2] :], x[2])
+    with raises_field("y_K", DataError):
+        from_lists(x, [np.arange(3), np.arange(3), np.arange(2)])
+    with raises_field("counts", DataError):
+        examples(np.zeros((2, 1)), np.zeros(2), [1.5, 0.5])
+
+
+def test_held_out_examples_are_never_trained_on(population):
+    chosen = hold_out(population, 0.3, seed=5)
+    for k in range(population.num_clients):
+        parts = []
+        for part in (chosen.train, chosen.validation, population.train):
+            here = slice(part.start_K[k], part.start_K[k] + part.count_K[k])
+            parts.append(sorted(map(bytes, part.x_N[here])))
+        assert sorted(parts[0] + parts[1]) == parts[2]
+        assert bool(parts[1]) == (population.train.count_K[k] > 1)
+        assert parts[0]
+
+
+def test_held_out_examples_of_a_client_do_not_depend_on_others(population):
+    def held_out(first: int) -> list[list[int]]:
+        sizes = [first, 12, 20, 30]
+        y_N = np.concatenate([np.arange(size) for size in sizes])  # each example by its number among its client's
+        train = examples(np.zeros((len(y_N), 12), np.uint8), y_N, sizes)
+        kept = hold_out(population._replace(train=train), 0.25, seed=3).validation
+        return [
+            kept.y_N[start : start + count].tolist() for start, count in zip(kept.start_K, kept.count_K, strict=True)
+        ][1:]
+
+    assert held_out(12) == held_out(7)
+    assert held_out(12)[1] != list(range(5))  # they are drawn

@@ -17,6 +17,7 @@ import typer
 
 import fedhdp
 from fedhdp.cli import account, data, ledger, plan, reproduce, run, theory
+from fedhdp.errors import FedHDPError
 
 MAX_VALUE_LENGTH = 200  # of a value in an error's line
 
@@ -52,7 +53,7 @@ def main() -> None:
         sys.exit(130)
     except click.ClickException as error:
         message = error.format_message()
-    except (ValueError, OSError) as error:
+    except (FedHDPError, OSError) as error:
         message = _cut_value(error)
     print(f"fedhdp: {message}".replace("\n", " "), file=sys.stderr)
     sys.exit(2)

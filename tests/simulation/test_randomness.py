@@ -17,7 +17,7 @@ from fedhdp.simulation import Simulation
 def test_a_large_cohort_is_never_truncated(data):
     simulation = Simulation(data, MODEL, CHOSEN, TRAINING, seed=3, noise_seed=7)
     expected = trained(data, CHOSEN, rounds=2)
-    simulation.slots = simulation.engine.padded_cohort_size(1)
+    simulation.placement.slots = simulation.engine.padded_cohort_size(1)
     simulation.run(2)
     np.testing.assert_allclose(simulation.global_model(), expected.global_model(), atol=1e-6)
     np.testing.assert_array_equal(simulation.participated_K, expected.participated_K)

@@ -43,7 +43,7 @@ def small_mechanisms(draw: st.DrawFn) -> Mechanism:
 
 
 def check_promise(chosen: Mechanism, mechanism: Mechanism, private: bool) -> None:
-    """No group gets less noise, or a larger epsilon, than it chose; without privacy every group is told that it has none."""
+    """No group gets less noise, or a larger epsilon, than it chose; without privacy every group is reported to have none."""
     for chosen_group, group in zip(chosen.groups, mechanism.groups, strict=True):
         if not private:
             assert group.opted_out

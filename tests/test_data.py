@@ -11,9 +11,9 @@ from fedhdp.errors import DataError
 
 def test_examples_from_lists():
     x = [np.arange(2 * n, dtype=np.float32).reshape(n, 2) + 100 * n for n in (3, 1, 2)]
-    made = from_lists(x, [np.arange(len(one)) for one in x])
-    assert made.count_K.tolist() == [3, 1, 2]
-    np.testing.assert_array_equal(made.x_N[made.start_K[2] :], x[2])
+    built = from_lists(x, [np.arange(len(one)) for one in x])
+    assert built.count_K.tolist() == [3, 1, 2]
+    np.testing.assert_array_equal(built.x_N[built.start_K[2] :], x[2])
     with raises_field("y_K", DataError):
         from_lists(x, [np.arange(3), np.arange(3), np.arange(2)])
     with raises_field("counts", DataError):
@@ -25,8 +25,8 @@ def test_held_out_examples_are_never_trained_on(data):
     for k in range(data.num_clients):
         parts = []
         for part in (chosen.train, chosen.validation, data.train):
-            here = slice(part.start_K[k], part.start_K[k] + part.count_K[k])
-            parts.append(sorted(map(bytes, part.x_N[here])))
+            rows = slice(part.start_K[k], part.start_K[k] + part.count_K[k])
+            parts.append(sorted(map(bytes, part.x_N[rows])))
         assert sorted(parts[0] + parts[1]) == parts[2]
         assert bool(parts[1]) == (data.train.count_K[k] > 1)
         assert parts[0]
@@ -37,9 +37,10 @@ def test_held_out_examples_of_a_client_do_not_depend_on_others(data):
         sizes = [first, 12, 20, 30]
         y_N = np.concatenate([np.arange(size) for size in sizes])  # each example by its number among its client's
         train = examples(np.zeros((len(y_N), 12), np.uint8), y_N, sizes)
-        kept = hold_out(data._replace(train=train), 0.25, seed=3).validation
+        held_out = hold_out(data._replace(train=train), 0.25, seed=3).validation
         return [
-            kept.y_N[start : start + count].tolist() for start, count in zip(kept.start_K, kept.count_K, strict=True)
+            held_out.y_N[start : start + count].tolist()
+            for start, count in zip(held_out.start_K, held_out.count_K, strict=True)
         ][1:]
 
     assert held_out(12) == held_out(7)

@@ -42,7 +42,7 @@ def test_importing_needs_no_linux_call():
 
 
 @pytest.mark.process
-def test_a_simulation_has_all_cores_after_handwriting_was_generated():
+def test_simulation_has_all_cores_after_handwriting_was_generated():
     program = """
 import os
 os.environ.pop("JAX_NUM_CPU_DEVICES", None)

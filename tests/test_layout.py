@@ -37,7 +37,7 @@ PENDING: set[tuple[str, str]] = set()
 
 def imports() -> list[tuple[str, str]]:
     """Every (file, module it imports), also those inside functions, less what is for type checkers alone."""
-    found = []
+    modules = []
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
@@ -45,12 +45,12 @@ def imports() -> list[tuple[str, str]]:
                 node.body = []
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                found += [(str(path.relative_to(PACKAGE)), alias.name) for alias in node.names]
+                modules += [(str(path.relative_to(PACKAGE)), alias.name) for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module:
                 whole = node.module == "fedhdp"
                 names = [f"fedhdp.{alias.name}" for alias in node.names] if whole else [node.module]
-                found += [(str(path.relative_to(PACKAGE)), name) for name in names]
-    return found
+                modules += [(str(path.relative_to(PACKAGE)), name) for name in names]
+    return modules
 
 
 def part(file: str) -> str:
@@ -90,7 +90,7 @@ def imported_names(node: ast.AST) -> list[ast.alias]:
     return node.names if is_inside else []
 
 
-def test_every_part_has_its_place_among_the_levels():
+def test_every_package_has_a_rule():
     parts = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.name[0] not in "._"}
     assert parts - {"py.typed"} <= {*RULE, "__init__", "__main__"}
 
@@ -104,12 +104,12 @@ def test_every_part_has_its_place_among_the_levels():
         ("sqlite3", {"privacy", "datasets"}),
     ],
 )
-def test_a_library_is_imported_in_its_own_place_alone(library, places):
+def test_library_is_imported_by_one_package(library, places):
     assert {part(file) for file, module in imports() if module.split(".")[0] == library} <= places
 
 
 @pytest.mark.parametrize("name", ["errors", "mechanism", "privacy", "theory", "results"])
-def test_jax_is_nowhere_in_what_must_run_without_it(name):
+def test_packages_without_jax(name):
     assert not [file for file, module in imports() if part(file) == name and module.split(".")[0] == "jax"]
 
 
@@ -117,17 +117,17 @@ def commands(command, *words: str):
     """Every command of the command line, with the words that call it."""
     if not hasattr(command, "commands"):
         yield words, command
-    for name, one in getattr(command, "commands", {}).items():
-        yield from commands(one, *words, name)
+    for name, subcommand in getattr(command, "commands", {}).items():
+        yield from commands(subcommand, *words, name)
 
 
-def test_every_command_says_what_it_does_and_what_each_of_its_words_means():
+def test_every_command_and_option_has_help():
     import typer.main
 
     from fedhdp.cli import app
 
-    found = list(commands(typer.main.get_command(app)))
-    assert len(found) > 10
-    for words, command in found:
+    all_commands = list(commands(typer.main.get_command(app)))
+    assert len(all_commands) > 10
+    for words, command in all_commands:
         assert command.help, words
-        assert [one.name for one in command.params if not one.help] == [], words
+        assert [option.name for option in command.params if not option.help] == [], words

@@ -52,7 +52,7 @@ def test_only_the_ratios_of_weights_matter(mechanism, factor):
         assert scaled.effective_noise_multiplier(scaled_group) == pytest.approx(expected)
 
 
-def test_a_group_of_weight_0_pays_for_its_clip_bits():
+def test_group_of_weight_0_pays_for_its_clip_bits():
     mechanism = mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.0), rate=1.0)
     assert mechanism.effective_noise_multiplier(mechanism.groups[1]) == pytest.approx(2 * mechanism.bit_noise_stddev)
     fixed = replace(mechanism, clip=0.5)
@@ -110,13 +110,13 @@ def test_nan_and_infinity_pass_no_check(field, value):
 
 
 @pytest.mark.parametrize("rate", [NAN, -0.1, 1.1])
-def test_a_sampling_rate_is_a_probability(rate):
+def test_sampling_rate_is_a_probability(rate):
     with raises_field("sampling_rate"):
         PrivacyGroup("a", 3, 1.0, rate)
 
 
 @pytest.mark.parametrize("clip", [NAN, 0.0, -1.0, math.inf, 1e-30, 1e30])
-def test_a_clip_is_a_positive_number(clip):
+def test_clip_is_a_positive_number(clip):
     with raises_field("clip"):
         mechanism_of((3, 1.0, 1.0), clip=clip)
     with raises_field("initial"):
@@ -157,7 +157,7 @@ def test_sensitivity_is_the_weight_and_the_rounding_of_the_sum():
     assert mechanism.update_noise_stddev >= mechanism.l2_sensitivity(groups[1])
 
 
-def test_a_group_that_is_never_sampled_requires_no_noise():
+def test_group_that_is_never_sampled_requires_no_noise():
     groups = (PrivacyGroup("strict", 10, 5.0, 0.0), PrivacyGroup("mid", 10, 0.7, 0.5, weight=0.5))
     for clip in (1.0, AdaptiveClip(initial=1.0)):
         for noise in ("shared", "per_group"):
@@ -166,5 +166,5 @@ def test_a_group_that_is_never_sampled_requires_no_noise():
             assert left.bit_noise_stddev == alone.bit_noise_stddev
             assert left.effective_noise_multiplier(groups[1]) >= 0.7
             assert left.effective_noise_multiplier(groups[0]) == math.inf
-    nobody = Mechanism(groups[:1], AdaptiveClip(initial=1.0))
-    assert (nobody.update_noise_stddev, nobody.bit_noise_stddev) == (0.0, 0.0)
+    opted_out = Mechanism(groups[:1], AdaptiveClip(initial=1.0))
+    assert (opted_out.update_noise_stddev, opted_out.bit_noise_stddev) == (0.0, 0.0)

@@ -21,18 +21,18 @@ def test_metrics_agree_with_a_plain_loop(data):
     test = data.test
     scores = {"global": [], "personal": []}
     for k in range(data.num_clients):
-        here = slice(test.start_K[k], test.start_K[k] + test.count_K[k])
-        x, y = test.x_N[here] / np.float32(255), test.y_N[here]
+        rows_of_client = slice(test.start_K[k], test.start_K[k] + test.count_K[k])
+        x, y = test.x_N[rows_of_client] / np.float32(255), test.y_N[rows_of_client]
         for model in scores:
             theta = simulation.model(client=k if model == "personal" else None)
             scores[model].append(float((np.argmax(MODEL.apply(theta, x, None), axis=1) == y).mean()))
     first = 0
     for group in CHOSEN.groups:
         for model, all_scores in scores.items():
-            mine = all_scores[first : first + group.clients]
-            assert rows[group.name, model, "accuracy"] == pytest.approx(np.mean(mine), abs=1e-6)
-            assert rows[group.name, model, "variance"] == pytest.approx(np.var(mine), abs=1e-6)
-            assert rows[group.name, model, "worst_decile"] == pytest.approx(min(mine), abs=1e-6)
+            group_scores = all_scores[first : first + group.clients]
+            assert rows[group.name, model, "accuracy"] == pytest.approx(np.mean(group_scores), abs=1e-6)
+            assert rows[group.name, model, "variance"] == pytest.approx(np.var(group_scores), abs=1e-6)
+            assert rows[group.name, model, "worst_decile"] == pytest.approx(min(group_scores), abs=1e-6)
         first += group.clients
 
 
@@ -44,13 +44,13 @@ def test_group_metrics_are_means_of_client_scores(data):
     for model, score_K in result.scores.items():
         assert score_K.shape == (data.num_clients,)
         for number, group in enumerate(CHOSEN.groups):
-            mine = score_K[group_K == number]
-            assert rows[group.name, model, "accuracy"] == pytest.approx(mine.mean())
-            assert rows[group.name, model, "variance"] == pytest.approx(mine.var())
+            group_scores = score_K[group_K == number]
+            assert rows[group.name, model, "accuracy"] == pytest.approx(group_scores.mean())
+            assert rows[group.name, model, "variance"] == pytest.approx(group_scores.var())
     assert (result.scores["global"] != result.scores["personal"]).any()
 
 
-def test_the_worst_decile_of_thirty_clients_is_the_mean_of_three():
+def test_worst_decile_of_thirty_clients_is_the_mean_of_three():
     score_K = np.random.default_rng(0).permutation(30) / 30
     rows = {row.metric: row.value for row in group_rows(1, "global", ["all"], np.zeros(30, int), score_K)}
     assert rows["worst_decile"] == pytest.approx(1 / 30)
@@ -65,12 +65,12 @@ def test_each_client_chooses_the_best_pull_on_its_validation_examples(data):
     held, test = chosen.validation, chosen.test
 
     def score(own_P: np.ndarray, examples: Examples, k: int) -> float:
-        here = slice(examples.start_K[k], examples.start_K[k] + examples.count_K[k])
+        rows_of_client = slice(examples.start_K[k], examples.start_K[k] + examples.count_K[k])
         if not examples.count_K[k]:
             return 0.0
         theta = simulation.engine.unravel(own_P)
-        guess = np.argmax(MODEL.apply(theta, examples.x_N[here] / np.float32(255), None), axis=1)
-        return float((guess == examples.y_N[here]).mean())
+        guess = np.argmax(MODEL.apply(theta, examples.x_N[rows_of_client] / np.float32(255), None), axis=1)
+        return float((guess == examples.y_N[rows_of_client]).mean())
 
     everybody = np.arange(chosen.num_clients)
     own = [simulation.personal_models(everybody, number) for number in range(3)]
@@ -78,15 +78,15 @@ def test_each_client_chooses_the_best_pull_on_its_validation_examples(data):
     expected = np.array([score(own[best[k]][k], test, k) for k in everybody])
     assert len(set(best)) > 1
     for number, group in enumerate(CHOSEN.groups):
-        told = [row.value for one in rows for row in one if row[1:4] == (group.name, "chosen", "accuracy")]
-        assert told == pytest.approx([expected[simulation.group_K == number].mean()] * 3, abs=1e-6)
+        accuracies = [row.value for one in rows for row in one if row[1:4] == (group.name, "chosen", "accuracy")]
+        assert accuracies == pytest.approx([expected[simulation.group_K == number].mean()] * 3, abs=1e-6)
 
 
-def test_a_server_without_a_test_set(data):
+def test_server_without_a_test_set(data):
     blind = data._replace(server_x_N=data.server_x_N[:0], server_y_N=data.server_y_N[:0])
-    found = simulate(blind, MODEL, CHOSEN, TRAINING, rounds=1).result("x")
-    assert found.server_accuracy is None
-    assert found.groups[0].global_accuracy is not None
+    result = simulate(blind, MODEL, CHOSEN, TRAINING, rounds=1).result("x")
+    assert result.server_accuracy is None
+    assert result.groups[0].global_accuracy is not None
 
 
 def test_nan_outputs_are_never_correct():

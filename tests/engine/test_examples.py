@@ -42,7 +42,7 @@ def test_kept_gram_matrices_change_nothing(personalize):
     np.testing.assert_allclose(cached.global_model(), computed.global_model(), atol=1e-6)
 
 
-def test_gram_matrices_are_those_of_the_client():
+def test_gram_matrices():
     train = tiny_data([3] * 19).train
     size = int(train.count_K[0])
     backwards = train._replace(start_K=train.start_K[::-1].copy())  # client 0 holds the last ones
@@ -50,18 +50,18 @@ def test_gram_matrices_are_those_of_the_client():
     for personalize in (True, False):  # on the devices where clients live, and on all of them
         simulation = Simulation(whole, MODEL, CHOSEN, replace(TRAINING, personalize=personalize))
         shares = partition_by_owner(simulation.engine, np.arange(8))
-        seats = assign_slots(shares, 8 * simulation.engine.devices)
-        start_C = simulation.examples.fetch(seats)[2]
+        layout = assign_slots(shares, 8 * simulation.engine.devices)
+        start_C = simulation.examples.fetch(layout)[2]
         gram_K = simulation.engine.fetch(simulation.gram_K)
-        each = 0 if simulation.engine.config.replicated else len(gram_K) // simulation.engine.devices
-        for slot in np.flatnonzero(seats.is_participating_C):
-            first = backwards.start_K[seats.client_C[slot]]
+        per_device = 0 if simulation.engine.config.replicated else len(gram_K) // simulation.engine.devices
+        for slot in np.flatnonzero(layout.is_participating_C):
+            first = backwards.start_K[layout.client_C[slot]]
             x_MF = backwards.x_N[first : first + size].reshape(size, -1) / 255.0
-            mine = slot // (len(seats.client_C) // simulation.engine.devices) * each + start_C[slot] // size
-            np.testing.assert_allclose(gram_K[mine], x_MF @ x_MF.T + 1, rtol=1e-5)
+            index = slot // (len(layout.client_C) // simulation.engine.devices) * per_device + start_C[slot] // size
+            np.testing.assert_allclose(gram_K[index], x_MF @ x_MF.T + 1, rtol=1e-5)
 
 
-def test_gram_matrices_are_not_kept_for_clients_that_overlap_or_differ(data):
+def test_no_gram_matrices_where_clients_overlap_or_differ(data):
     assert Simulation(data, MODEL, CHOSEN, TRAINING).gram_K is None  # clients of all sizes
     alike = tiny_data([3] * 19)
     overlapping = alike._replace(train=alike.train._replace(start_K=np.maximum(alike.train.start_K - 1, 0)))
@@ -70,10 +70,10 @@ def test_gram_matrices_are_not_kept_for_clients_that_overlap_or_differ(data):
     assert Simulation(alike, MODEL, CHOSEN, plain).gram_K is not None
 
 
-def examples_twice(given: Examples) -> Examples:
+def examples_twice(examples: Examples) -> Examples:
     """The same examples for twice as many clients."""
-    twice = {name: np.concatenate([getattr(given, name)] * 2) for name in ("start_K", "count_K")}
-    return given._replace(**twice)
+    twice = {name: np.concatenate([getattr(examples, name)] * 2) for name in ("start_K", "count_K")}
+    return examples._replace(**twice)
 
 
 @pytest.mark.parametrize("personalize", [True, False])
@@ -94,8 +94,8 @@ def test_handwriting_beyond_memory_is_generated_on_demand(monkeypatch):
     assert isinstance(large.train, StreamedHandwriting)
     assert large.num_clients == 30
     clients = np.array([7, 29, 0])
-    for made, expected in zip(large.train.take(clients, 5), whole.train.take(clients, 5), strict=True):
-        np.testing.assert_array_equal(made, expected)
+    for actual, expected in zip(large.train.take(clients, 5), whole.train.take(clients, 5), strict=True):
+        np.testing.assert_array_equal(actual, expected)
     assert np.flatnonzero(large.test.count_K).tolist() == list(range(0, 30, 3))
     with raises_field("validation", DataError):
         hold_out(large, 0.5, 0)

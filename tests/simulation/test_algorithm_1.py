@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import reference
-from helpers import mechanism_of, tiny_data
+from helpers import mechanism_of, raises_field, tiny_data
 from msgspec.structs import replace
 from simulations import CHOSEN, MODEL, TRAINING, same_server, trained
 
@@ -69,7 +69,7 @@ def agree(data: FederatedData, mechanism: Mechanism, training: LocalTraining = T
         np.testing.assert_allclose(simulation.personal_models(client)[0], own, atol=2e-5)
 
 
-def test_a_proximal_term_shortens_updates(data):
+def test_proximal_term_shortens_updates(data):
     for model in (MODEL, Model(MODEL.init, MODEL.apply)):  # the second trains on its parameters themselves
         moved = []
         for proximal in (0.0, 0.8, 4.0):
@@ -79,7 +79,7 @@ def test_a_proximal_term_shortens_updates(data):
             simulation.run(1)
             moved.append(np.linalg.norm(simulation.global_model() - initial))
         assert moved[0] > 1.1 * moved[1] > 1.2 * moved[2] > 0
-    with pytest.raises(ValueError, match="proximal must be at least 0 and below"):
+    with raises_field("proximal"):
         replace(TRAINING, proximal=2 / TRAINING.learning_rate)
 
 
@@ -91,7 +91,7 @@ def test_personal_models_do_not_change_the_global_model_by_a_bit(data):
     assert np.abs(weak.personal_models(participated) - strong.personal_models(participated)).max() > 0.01
 
 
-def test_the_global_model_is_the_same_without_personal_models(data):
+def test_global_model_is_the_same_without_personal_models(data):
     one = trained(data, CHOSEN)
     other = trained(data, CHOSEN, training=replace(TRAINING, personalize=False))
     assert other.store is None
@@ -147,7 +147,7 @@ def test_updates_are_not_weighted_by_example_counts():
     np.testing.assert_allclose(one.global_model(), other.global_model(), atol=1e-9)
 
 
-def test_a_nan_update_is_refused_and_counted(data):
+def test_nan_update_is_refused_and_counted(data):
     x_N = data.train.x_N.astype(np.float32) / 255
     x_N[data.train.start_K[5] :][: data.train.count_K[5]] = np.nan
     test = data.test._replace(x_N=data.test.x_N / np.float32(255))
@@ -192,8 +192,8 @@ def test_rounds_with_an_empty_cohort(data):
     assert np.isfinite(trained(data, rare).global_model()).all()
 
 
-def test_a_client_of_another_size_changes_a_sum_by_its_update_alone():
-    """Training that magnifies every rounding: others must not be computed otherwise because somebody large came."""
+def test_size_of_one_client_does_not_change_others():
+    """Training that magnifies every rounding: others must not be computed differently because of a large client."""
     rng = np.random.default_rng(2)
     sizes = rng.integers(8, 20, 64)
     sizes[0] = 100

@@ -39,11 +39,11 @@ def test_mechanisms_with_other_cohorts_are_refused(data):
 
 def test_simulate_many_returns_results_in_order(data):
     several = [CHOSEN, non_private(CHOSEN)]
-    made = simulate_many(data, MODEL, several, TRAINING, rounds=2, seed=3, noise_seed=7)
-    assert [one.mechanism for one in made] == several
+    results = simulate_many(data, MODEL, several, TRAINING, rounds=2, seed=3, noise_seed=7)
+    assert [one.mechanism for one in results] == several
     alone = simulate(data, MODEL, several[1], TRAINING, rounds=2, seed=3, noise_seed=7)
     for name, array in alone.parameters.items():
-        np.testing.assert_allclose(made[1].parameters[name], array, atol=1e-5)
+        np.testing.assert_allclose(results[1].parameters[name], array, atol=1e-5)
 
 
 def test_momentum_and_average_are_post_processing(data):

@@ -14,7 +14,7 @@ from fedhdp.rng import MODEL as MODEL_STREAM
 from fedhdp.simulation import Simulation
 
 
-def test_a_large_cohort_is_never_truncated(data):
+def test_large_cohort_is_never_truncated(data):
     simulation = Simulation(data, MODEL, CHOSEN, TRAINING, seed=3, noise_seed=7)
     expected = trained(data, CHOSEN, rounds=2)
     simulation.placement.slots = simulation.engine.padded_cohort_size(1)
@@ -23,9 +23,9 @@ def test_a_large_cohort_is_never_truncated(data):
     np.testing.assert_array_equal(simulation.participated_K, expected.participated_K)
 
 
-def test_the_seed_does_not_reveal_the_cohorts(data):
+def test_seed_does_not_reveal_the_cohorts(data):
     def draws(mechanism: Mechanism | list[Mechanism], noise_seed: int | None = None) -> bool:
-        """Whether two simulations with one seed, or one asked twice, have the same cohort in a round."""
+        """Whether two simulations with one seed, or one twice, have the same cohort in a round."""
         one, other = (Simulation(data, MODEL, mechanism, TRAINING, noise_seed=noise_seed) for _ in range(2))
         cohorts = [one.draw_cohort(5), one.draw_cohort(5), other.draw_cohort(5)]
         return all(np.array_equal(cohort, cohorts[0]) for cohort in cohorts[1:])

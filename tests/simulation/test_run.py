@@ -22,7 +22,7 @@ def test_hooks_run_around_each_round_and_its_evaluation(data):
     same(simulation, trained(data, CHOSEN, rounds=3))
 
 
-def test_a_hook_ends_the_loop(data):
+def test_hook_ends_the_loop(data):
     simulation = trained(data, CHOSEN, rounds=0)
     simulation.run(5, before_round=lambda simulation: simulation.round < 2)
     assert simulation.round == 2

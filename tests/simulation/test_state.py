@@ -53,7 +53,7 @@ def test_invalid_arguments_of_simulate_are_refused(data):
     assert simulate(data, MODEL, CHOSEN, TRAINING, rounds=np.int64(1)).rounds == 1
 
 
-def test_a_state_is_restored_by_a_like_simulation_only(data):
+def test_state_is_restored_by_a_like_simulation_only(data):
     simulation = trained(data, CHOSEN)
     arrays = simulation.state_arrays()
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_a_state_is_restored_by_a_like_simulation_only(data):
             other.restore(dict(arrays))
 
 
-def test_a_saved_state_resumes_to_the_bit(data, tmp_path):
+def test_saved_state_resumes_to_the_bit(data, tmp_path):
     adam = ServerOptimizer("adam", learning_rate=0.1, average=0.9)
     whole = trained(data, CHOSEN, rounds=4, server_optimizer=adam)
     trained(data, CHOSEN, rounds=2, server_optimizer=adam).save(tmp_path / "state.npz")
@@ -86,7 +86,7 @@ class Unfinished:
         self.waited = True
 
 
-@pytest.mark.skipif(len(jax.devices()) == 1, reason="one device has nobody to wait for")
+@pytest.mark.skipif(len(jax.devices()) == 1, reason="one device does not wait")
 def test_several_devices_wait_for_the_previous_round(data, monkeypatch):
     simulation = trained(data, CHOSEN, 1)
     run_round, previous, waited = simulation.engine.round, Unfinished(), []

@@ -112,7 +112,7 @@ def min_noise_multiplier(epsilon_of: Callable[[float], float], target: float) ->
     low = high = 0.0  # logarithms of noise multipliers, since epsilon is close to a power of the noise multiplier
     while (epsilon_low := epsilon_of(math.exp(low))) <= target and math.exp(low) > MIN_NOISE_MULTIPLIER:
         low -= 1
-    while (epsilon_high := epsilon_of(math.exp(high))) > target:
+    while not (epsilon_high := epsilon_of(math.exp(high))) <= target:  # NaN is not enough noise
         rule = "larger: no noise can be shown to keep this one at such a delta"
         require(math.exp(high) < MAX_VALUE, "epsilon", target, rule)
         high += 1

@@ -139,14 +139,19 @@ class Ledger(LedgerFile):
 
         Raises:
             BudgetError: If budgets would be exceeded; it names their groups.
-            LedgerError: If the run or a group is unknown, or a group was charged by another kind of sampling.
+            LedgerError: If the run or a group is unknown, a group of the run has no cost, or a group was charged by
+                another kind of sampling.
         """
-        for name, cost in costs.items():
-            _check_cost(name, cost)
+        rounds = max((cost.checked().rounds for cost in costs.values()), default=1)
         with self._transaction():
-            rounds = max((cost.rounds for cost in costs.values()), default=1)
-            if not self._db.execute("UPDATE runs SET charged = charged + ? WHERE name = ?", (rounds, run)).rowcount:
+            row = self._db.execute("SELECT mechanism FROM runs WHERE name = ?", (run,)).fetchone()
+            if row is None:
                 raise LedgerError(f"{self.path}: there is no run {run!r}", "run", run)
+            for group in msgspec.json.decode(row[0], type=Mechanism).groups:
+                if group.name not in costs:
+                    message = f"{self.path}: run {run!r} has a group {group.name!r} without a cost"
+                    raise LedgerError(message, "costs", group.name)
+            self._db.execute("UPDATE runs SET charged = charged + ? WHERE name = ?", (rounds, run))
             for name, cost in costs.items():
                 if not self.clients(name):
                     raise LedgerError(f"{self.path}: group {name!r} has not been in a run", "group", name)
@@ -293,10 +298,14 @@ class Ledger(LedgerFile):
     def _admit_members(self, mechanism: Mechanism, members: Mapping[str, str]) -> None:
         """Let a run have these clients, if each is registered for the group that the run has it in."""
         registrations = self.registrations()
+        group_names = {group.name for group in mechanism.groups}
         for client, name in members.items():
             registered = registrations.get(client)
             if registered != name:
                 message = f"{self.path}: client {client!r} is registered for {registered!r}, not for {name!r}"
+                raise LedgerError(message, "members", client)
+            if name not in group_names:  # the client would not be charged
+                message = f"{self.path}: the mechanism has no group {name!r}, which client {client!r} is registered for"
                 raise LedgerError(message, "members", client)
         noisy = {group.name for run in self.runs() for group in run.mechanism.groups if not group.opted_out}
         for group in mechanism.groups:
@@ -355,13 +364,6 @@ class Ledger(LedgerFile):
                 "groups",
                 new[0],
             )
-
-
-def _check_cost(group: str, cost: PrivacyCost) -> None:
-    noise_multiplier, sampling_rate, _, rounds = cost
-    require(noise_multiplier >= 0, f"noise_multiplier of {group!r}", noise_multiplier, "at least 0")
-    require(0 <= sampling_rate <= 1, f"sampling_rate of {group!r}", sampling_rate, "between 0 and 1")
-    require(rounds >= 0, f"rounds of {group!r}", rounds, "at least 0")
 
 
 def _client_ranges(mechanism: Mechanism) -> Iterator[tuple[str, range]]:

@@ -301,7 +301,7 @@ def group_standing(ledger: Ledger, group: str, delta: float) -> GroupStanding:
     delta = budget.delta if budget else delta
     samplings = sorted({cost.sampling for cost in costs})
     composes = len(samplings) <= 1
-    mechanisms = [run.mechanism for run in ledger.runs() if group in privacy_costs(run.mechanism)]
+    mechanisms = [run.mechanism for run in ledger.runs() if group in {g.name for g in run.mechanism.sampled_groups}]
     left = None
     if budget and mechanisms and samplings in ([], [mechanisms[-1].sampling]):
         left = rounds_left(costs, privacy_costs(mechanisms[-1])[group], budget)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-import msgspec
 import typer
 
+from fedhdp.cli._options import Json
 from fedhdp.cli._output import console, delta_warnings, epsilon_text, new_table, print_json, print_table
 from fedhdp.errors import ConfigError
-from fedhdp.mechanism import Sampling
-from fedhdp.privacy.accounting import ADJACENCY, SAMPLER, Accountant, pluralize
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from fedhdp.experiments.config import Experiment
     from fedhdp.flower.config import Deployment
+    from fedhdp.mechanism import Sampling
     from fedhdp.privacy.reports import LevelReport, MechanismReport, RoundsReport, Tuning
 
 Number = TypeVar("Number", int, float)
+REPEATABLE = "Noise or cohorts come from a given seed, so nothing is private."
 BAR_WIDTH = 40  # of the longest bar of the curve, in characters
 
 
@@ -42,15 +42,19 @@ def account(
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="The number of rounds.")] = None,
     delta: Annotated[float | None, typer.Option(help="The delta; default 1e-4.")] = None,
-    accountant: Annotated[Accountant | None, typer.Option(help="Default rdp.")] = None,
-    sampling: Annotated[Sampling | None, typer.Option(help="Default poisson.")] = None,
+    accountant: Annotated[
+        Literal["rdp", "pld"] | None, typer.Option(help="How epsilon is computed; default rdp.")
+    ] = None,
+    sampling: Annotated[
+        Literal["poisson", "fixed"] | None, typer.Option(help="How cohorts are sampled; default poisson.")
+    ] = None,
     tuning_trials: Annotated[
         float | None, typer.Option(help="Mean number of private runs of which only the best is shown.")
     ] = None,
     tuning_shape: Annotated[
         float, typer.Option(help="Distribution of that number: inf Poisson, 1 geometric, 0 logarithmic.")
     ] = math.inf,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     """Compute the epsilon of noise, the noise for an epsilon, or the epsilons of an experiment or a Flower app.
 
@@ -108,6 +112,8 @@ def _required(name: str, value: Number | None) -> Number:
 
 
 def _account_named(name: str, rounds: int | None, delta: float | None, tuning: Tuning | None, json: bool) -> None:
+    import msgspec
+
     from fedhdp.results.store import EXPERIMENT_FILE
 
     changes: dict[str, Any] = {key: value for key, value in (("rounds", rounds), ("delta", delta)) if value is not None}
@@ -137,12 +143,15 @@ def _account_experiment(experiment: Experiment, tuning: Tuning | None, json: boo
     if json:
         trials = None if tuning is None else str(tuning)
         header = {"experiment": experiment.name, "tuning": trials, "drops_groups": drops_groups}
-        print_json(header | {"mechanisms": reports})
-    else:
-        _print_mechanisms(experiment.name, reports, tuning, drops_groups)
+        print_json(header | {"repeatable": experiment.repeatable, "mechanisms": reports})
+        return
+    _print_mechanisms(experiment.name, reports, tuning, drops_groups)
+    if experiment.repeatable:
+        console().print(REPEATABLE, style="yellow")
 
 
 def _account_app(deployment: Deployment, json: bool) -> None:
+    from fedhdp.privacy.accounting import ADJACENCY
     from fedhdp.privacy.reports import account_levels
 
     mechanism = deployment.mechanism(dict.fromkeys(deployment.levels, 1))
@@ -162,6 +171,8 @@ def _account_app(deployment: Deployment, json: bool) -> None:
 
 
 def _print_levels(deployment: Deployment, sampling: Sampling, levels: list[LevelReport]) -> None:
+    from fedhdp.privacy.accounting import ADJACENCY, SAMPLER, pluralize
+
     out = console()
     basis = f"{SAMPLER[sampling]}, {ADJACENCY[sampling]}"
     out.print(f"{deployment.name}: epsilon of each level after {pluralize(deployment.rounds)} ({basis})")
@@ -183,10 +194,12 @@ def _print_levels(deployment: Deployment, sampling: Sampling, levels: list[Level
         "server's ledger adds up all runs, by RDP; rounds that a crash interrupts are charged again."
     )
     if deployment.repeatable:
-        out.print("noise or cohorts come from a given seed, so nothing is private", style="yellow")
+        out.print(REPEATABLE, style="yellow")
 
 
 def _print_rounds(report: RoundsReport) -> None:
+    from fedhdp.privacy.accounting import SAMPLER, pluralize
+
     out = console()
     basis = (
         f"q {report.sampling_rate:g}, {SAMPLER[report.sampling]}, {report.adjacency}, "
@@ -229,6 +242,8 @@ def _print_curve(out: Console, report: RoundsReport) -> None:
 
 
 def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning | None, drops_groups: bool) -> None:
+    from fedhdp.privacy.accounting import SAMPLER, pluralize
+
     out, groups = console(), reports[0].groups
     basis = f"{SAMPLER[groups[0].sampling]}, {groups[0].adjacency}"
     out.print(f"{name}: epsilon of each group after {pluralize(groups[0].rounds)} ({basis})")

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedhdp.cli._options import Json
 from fedhdp.cli._output import console, print_json
 
 if TYPE_CHECKING:
     from fedhdp.datasets.cache import DatasetStatus
 
 app = typer.Typer(suggest_commands=False, help="List datasets and where they come from; import or download them.")
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 @app.callback(invoke_without_command=True)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedhdp.cli._options import Json
 from fedhdp.cli._output import console, epsilon_text, new_table, print_json, print_table
-from fedhdp.privacy.accounting import pluralize
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +29,7 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="The ledger of the po
 def show(
     file: File,
     delta: Annotated[float, typer.Option(help="The delta for groups without a budget; a budget has its own.")] = 1e-4,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     """Show each group's budget, its epsilon over all runs, and how many rounds are left.
 
@@ -107,6 +107,8 @@ def _format_rounds_left(rounds: float | None) -> str:
 
 
 def _format_charges(group: GroupStanding) -> str:
+    from fedhdp.privacy.accounting import pluralize
+
     parts = []
     for charge in group.charges:
         basis = f"z {charge['noise_multiplier']:.4g}, q {charge['sampling_rate']:g} ({charge['sampling']})"

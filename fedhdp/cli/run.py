@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from fedhdp.cli._options import Json, parse_seeds
 from fedhdp.cli._output import console, epsilon_text, error_console, new_table, print_json, print_table, table_width
 from fedhdp.errors import ConfigError
 
@@ -51,7 +52,7 @@ def run(
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds to train.")] = None,
     ledger: Annotated[Path | None, typer.Option(help="File with the privacy that this population has spent.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    json: Json = False,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Resume the run in this directory.")] = None,
 ) -> None:
     """Run an experiment: train every variant, compare them in one table, write the results to a directory.
@@ -114,7 +115,6 @@ def _resume(directory: Path, json: bool) -> None:
 
 
 def _run_seeds(experiment: Experiment, seeds: str, directory: Path, named: bool, json: bool) -> None:
-    from fedhdp.cli.reproduce import parse_seeds
     from fedhdp.experiments import run_or_resume, with_seeds
 
     resume_command = shlex.join(["fedhdp", *sys.argv[1:], *([] if named else ["--out", str(directory)])])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedhdp.cli._options import Json, require_matplotlib
 from fedhdp.cli._output import console, new_table, print_json, print_table
 from fedhdp.errors import ConfigError, InvalidValueError
 
@@ -41,16 +42,16 @@ def optimum(
     ],
     alpha2: Annotated[float, typer.Option(help="The variance of a client's local estimate.")],
     tau2: Annotated[float, typer.Option(help="The variance of the truth between clients (heterogeneity).")],
-    json: Annotated[bool, typer.Option("--json", help='Print one JSON document; an infinite number is "inf".')] = False,
+    json: Json = False,
 ) -> None:
     """Find the best weight and pull of each privacy level, and the errors of FedHDP and the baselines.
 
     The setting is federated linear regression or point estimation; variances and errors are per coordinate.
 
-    In JSON, weights are relative to the first group. `pull` is for clients who subtract their own noise from the global
-    model, `pull_own_noise` for those who cannot. `client_mse` and `client_mse_own_noise` are the errors at these pulls
-    with the noise, `bayes_mse` at the first without it. An infinite pull takes the global model itself. The server's
-    variance for `local_only` is null.
+    In JSON, an infinite number is the string "inf". Weights are relative to the first group. `pull` is for clients who
+    subtract their own noise from the global model, `pull_own_noise` for those who cannot. `client_mse` and
+    `client_mse_own_noise` are the errors at these pulls with the noise, `bayes_mse` is the error at `pull` without it. An
+    infinite pull takes the global model itself. The server's variance for `local_only` is null.
 
     Examples:
 
@@ -77,6 +78,7 @@ def figures(
 
     Example: `fedhdp theory figures --out figures`
     """
+    require_matplotlib()
     from fedhdp.reproduction.theory.figures import theory_figures
 
     for path in theory_figures(out, trials):

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
-import sys
 
 import pytest
 from rich.console import Console
 
-from fedhdp.cli import main
 from fedhdp.cli._output import new_table, print_table
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(run_cli):
     """Run `fedhdp plan` with these arguments: the exit code, standard output, standard error."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedhdp", "plan", *arguments])
-        with pytest.raises(SystemExit) as exit:
-            main()
-        return int(exit.value.code or 0), *capsys.readouterr()
-
-    return run
+    return functools.partial(run_cli, "plan")
 
 
 def test_plan_prints_levels_errors_and_costs(run):
     code, out, err = run("--level", "none:inf:5%", "--level", "relaxed:8:35%", "--level", "strict:2:60%")
     assert (code, err) == (0, "")
-    for text in ("0.9025", "2.118", "target ε", "weighting bias", "DP-FedAvg, strictest for all", "'strict'"):
+    for text in ("0.9026", "2.119", "target ε", "weighting bias", "DP-FedAvg, strictest for all", "'strict'"):
         assert text in out
 
 

@@ -18,15 +18,15 @@ def test_clients_by_level(run_json):
 
 def test_a_plan_as_an_experiment(run_cli, run_json):
     document = run_json(*PLAN)
-    experiment = from_toml(run_cli(*PLAN, "--toml").out, "plan.toml")
+    experiment = from_toml(run_cli(*PLAN, "--toml").stdout, "plan.toml")
     mechanism = experiment.mechanism.build(experiment.rounds, experiment.delta)
     assert mechanism == msgspec.convert(document["mechanism"], Mechanism)
     assert (experiment.data.clients, experiment.rounds, experiment.model.hidden) == (2000, 500, 50)
 
 
 def test_a_large_delta_is_warned_about(run_cli):
-    assert "with 2,000 clients" not in run_cli(*PLAN).out
-    assert "delta 0.01 with 2,000 clients" in run_cli(*PLAN, "--delta", "0.01").out
+    assert "with 2,000 clients" not in run_cli(*PLAN).stdout
+    assert "delta 0.01 with 2,000 clients" in run_cli(*PLAN, "--delta", "0.01").stdout
 
 
 @pytest.mark.parametrize(

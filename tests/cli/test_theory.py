@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
 import json
 import math
 import re
-import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -17,25 +17,14 @@ from fedhdp.theory import linear_regression as lr
 from fedhdp.theory.linear_regression import Problem, TheoryGroup
 from fedhdp.theory.optimum import find_optimum
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # typer's, of click
-    from fedhdp.cli import main
-
 PAGE = (Path(__file__).parents[2] / "docs" / "theory.md").read_text()
 TWO = ["--group", "open:200:0", "--group", "private:800:0.01", "--alpha2", "1", "--tau2", "0.25"]
 
 
 @pytest.fixture
-def ask(monkeypatch, capsys):
+def ask(run_cli):
     """Run `fedhdp theory` with these arguments: the exit code, standard output, standard error."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedhdp", "theory", *arguments])
-        with pytest.raises(SystemExit) as exit:
-            main()
-        return int(exit.value.code or 0), *capsys.readouterr()
-
-    return run
+    return functools.partial(run_cli, "theory")
 
 
 def only_json(text: str) -> dict:
@@ -141,6 +130,14 @@ def test_invalid_figures(ask, tmp_path):
         code, out, err = ask("figures", "--out", str(tmp_path / out_dir), "--trials", trials)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert field in err
+
+
+def test_figures_need_matplotlib(ask, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, out, err = ask("figures", "--out", str(tmp_path / "figures"))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "pip install 'fedhdp[figures]'" in err
+    assert not list(tmp_path.iterdir())
 
 
 # the page

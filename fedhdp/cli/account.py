@@ -30,18 +30,16 @@ def account(
         str | None,
         typer.Argument(
             metavar="[NAME, FILE.toml or APP]",
-            help="An experiment, or the folder of a Flower app: the epsilon of each group or level.",
+            help="An experiment, a run's directory, or the folder of a Flower app.",
         ),
     ] = None,
-    noise_multiplier: Annotated[
-        float | None, typer.Option(help="The noise as a multiple of the L2 sensitivity.")
-    ] = None,
-    epsilon: Annotated[float | None, typer.Option(help="Instead of the noise: calibrate it for this epsilon.")] = None,
+    noise_multiplier: Annotated[float | None, typer.Option(help="Noise as a multiple of the L2 sensitivity.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Instead of noise: find the noise for this epsilon.")] = None,
     sampling_rate: Annotated[
         float | None, typer.Option(help="The probability that a client takes part in a round.")
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="The number of rounds.")] = None,
-    delta: Annotated[float | None, typer.Option(help="The delta; default 1e-4.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
+    delta: Annotated[float | None, typer.Option(help="Delta; default 1e-4, or the experiment's.")] = None,
     accountant: Annotated[
         Literal["rdp", "pld"] | None, typer.Option(help="How epsilon is computed; default rdp.")
     ] = None,
@@ -49,10 +47,11 @@ def account(
         Literal["poisson", "fixed"] | None, typer.Option(help="How cohorts are sampled; default poisson.")
     ] = None,
     tuning_trials: Annotated[
-        float | None, typer.Option(help="Mean number of private runs of which only the best is shown.")
+        float | None,
+        typer.Option(help="Price a tuning: only the best of several runs is shown. How many runs, on average."),
     ] = None,
     tuning_shape: Annotated[
-        float, typer.Option(help="Distribution of that number: inf Poisson, 1 geometric, 0 logarithmic.")
+        float, typer.Option(help="Distribution of the number of runs: inf Poisson, 1 geometric, 0 logarithmic.")
     ] = math.inf,
     json: Json = False,
 ) -> None:
@@ -215,8 +214,9 @@ def _print_rounds(report: RoundsReport) -> None:
     else:
         noise = epsilon_text(report.noise_multiplier)
         out.print(
-            f"Noise multiplier {noise}: noise of {noise} times the L2 sensitivity keeps {rounds} within epsilon "
-            f"{epsilon_text(report.target_epsilon)} at delta {report.delta:g}, at {epsilon_text(report.epsilon)} ({basis})."
+            f"Noise multiplier {noise}, for epsilon at most {epsilon_text(report.target_epsilon)}: epsilon "
+            f"{epsilon_text(report.epsilon)} at delta {report.delta:g} after {rounds} with noise of {noise} times the L2 "
+            f"sensitivity ({basis})."
         )
     if report.unprotected:
         out.print("Without noise nothing is protected: this is opting out.")
@@ -252,7 +252,7 @@ def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning 
     for report in reports:
         for number, group in enumerate(report.groups):
             rows.add_row(
-                "" if number else ", ".join(report.variants),
+                "" if number else ",\n".join(report.variants),
                 group.group,
                 f"{group.clients:,}",
                 f"{group.sampling_rate:g}",
@@ -268,10 +268,11 @@ def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning 
         out.print(line, style="yellow")
     if drops_groups:
         out.print(
-            "A group whose budget is exhausted is dropped, and the noise that it required with it: the other groups get "
-            "the noise of their own level from then on, and may reach a larger epsilon than this."
+            "A group whose budget is exhausted is dropped, and with it the noise that it required. From then on the "
+            "other groups get the noise of their level alone, and may reach a larger epsilon than this."
         )
     if tuning is not None:
         out.print(
-            f"tuned: {tuning}, each a variant that gives the group noise, by RDP, if nothing of the rest is shown"
+            f"ε tuned: {tuning}, by RDP. Each trial is one of the variants that give the group noise, and nothing of the "
+            "other trials may be shown."
         )

@@ -65,7 +65,7 @@ def import_data(
 def download(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A dataset; see `fedhdp data list`.")],
     sha256: Annotated[
-        str | None, typer.Option(help="The checksum that the file must have; the default is in the catalog.")
+        str | None, typer.Option(help="Checksum that the file must have. Default: the one that fedhdp knows.")
     ] = None,
 ) -> None:
     """Download a dataset, verify it and import it. An interrupted download resumes.

@@ -34,12 +34,12 @@ def plan(
     clients: Annotated[int, typer.Option(help="Number of clients in the population.")] = 2000,
     cohort: Annotated[float, typer.Option(help="Expected number of clients in a round.")] = 100,
     rounds: Annotated[int, typer.Option(help="Number of rounds.")] = 500,
-    delta: Annotated[float, typer.Option(help="Delta of every level's guarantee.")] = 1e-4,
+    delta: Annotated[float, typer.Option(help="Delta of each level's epsilon.")] = 1e-4,
     parameters: Annotated[int, typer.Option(help="Number of the model's parameters.")] = 39_760,
     json: Json = False,
     toml: Annotated[bool, typer.Option("--toml", help="Print an experiment for `fedhdp run`.")] = False,
 ) -> None:
-    """Plan before running: the noise and weight of each privacy level, and its cost to the others.
+    """Plan before running: the noise and weight of each privacy level, and what it costs the others.
 
     Examples:
 
@@ -108,7 +108,9 @@ def _print_levels(out: Console, plan: Plan) -> None:
             epsilon_text(level.epsilon_rdp),
         )
     print_table(out, levels)
-    out.print("noise z: for the target by PLD; share: of the weighted mean; Poisson sampling, add or remove one client")
+    out.print(
+        "noise z keeps the target ε by PLD; share is of the weighted mean (Poisson sampling, add or remove one client)"
+    )
     for line in delta_warnings(plan.delta, plan.clients):
         out.print(line, style="yellow")
     out.print()

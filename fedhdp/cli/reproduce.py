@@ -31,7 +31,8 @@ TableName = Annotated[
 ]
 Seeds = Annotated[str, typer.Option(metavar="K or A-B", help="The first K seeds, or seeds A to B.")]
 Rows = Annotated[
-    str | None, typer.Option(help="Rows, such as dp-fedavg,fedhdp:0.01,extensions. Default: all rows of the table.")
+    str | None,
+    typer.Option(help="Comma-separated rows, such as dp-fedavg, fedhdp:0.01 or extensions. Default: all rows."),
 ]
 DataSource = Annotated[
     str, typer.Option(help="auto (the paper's, or the nearest available), mnist, tff, leaf, writers or handwriting.")
@@ -59,7 +60,7 @@ NoiseSeed = Annotated[
     int | None,
     typer.Option(help="Seed of noise and cohorts, to which each seed is added: repeatable, and therefore not private."),
 ]
-Out = Annotated[Path | None, typer.Option(help="Directory of the table. Default: runs/paper/TABLE.")]
+Out = Annotated[Path | None, typer.Option(help="Directory of the table. Default: TABLE in runs/paper.")]
 Render = Annotated[bool, typer.Option("--render", help="Run nothing: render the table from the runs in the directory.")]
 Compare = Annotated[
     list[str] | None,

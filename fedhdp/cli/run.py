@@ -40,18 +40,21 @@ def list_experiments() -> None:
 def run(
     experiment: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME or FILE.toml]", help="What to run; see `fedhdp list`. Default: quickstart."),
+        typer.Argument(metavar="[NAME or FILE.toml]", help="The experiment; see `fedhdp list`. Default: quickstart."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory for the results; default runs/NAME-TIME.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory of the results. Default: runs/NAME-TIME.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data, initial model and batches.")] = None,
     seeds: Annotated[
-        str | None, typer.Option(help="Several seeds, one after the other: 5 (the first five) or 2-4. Means are shown.")
+        str | None,
+        typer.Option(help="Several seeds, one after the other: 5 (the first five) or 2-4. The table has means."),
     ] = None,
     noise_seed: Annotated[
         int | None, typer.Option(help="Seed of noise and cohorts: repeatable, and therefore not private.")
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds to train.")] = None,
-    ledger: Annotated[Path | None, typer.Option(help="File with the privacy that this population has spent.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
+    ledger: Annotated[
+        Path | None, typer.Option(help="File that records the rounds of all runs of this population.")
+    ] = None,
     json: Json = False,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Resume the run in this directory.")] = None,
 ) -> None:
@@ -212,6 +215,6 @@ def _print_ledger(experiment: Experiment) -> None:
     with Ledger(experiment.ledger, read_only=True) as ledger:
         names = [group.name for group in experiment.mechanism.groups if group.name in ledger.groups()]
         standings = [group_standing(ledger, name, experiment.delta_of(name)) for name in names]
-    epsilons = [f"ε {s.group} = {epsilon_text(s.epsilon, 'not known')} at δ {s.delta:g}" for s in standings]
+    epsilons = [f"ε {s.group} = {epsilon_text(s.epsilon, 'not known')} at delta {s.delta:g}" for s in standings]
     line = f"{experiment.ledger}, over all its runs and variants: {', '.join(epsilons)}"
     console(TABLE_WIDTH).print(line, style="dim", soft_wrap=True)

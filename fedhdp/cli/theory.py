@@ -41,7 +41,7 @@ def optimum(
         ),
     ],
     alpha2: Annotated[float, typer.Option(help="The variance of a client's local estimate.")],
-    tau2: Annotated[float, typer.Option(help="The variance of the truth between clients (heterogeneity).")],
+    tau2: Annotated[float, typer.Option(help="The variance between clients of what they estimate (heterogeneity).")],
     json: Json = False,
 ) -> None:
     """Find the best weight and pull of each privacy level, and the errors of FedHDP and the baselines.
@@ -129,9 +129,9 @@ def _print(problem: Problem, result: Optimum) -> None:
     print_table(out, errors)
     out.print()
     out.print(
-        "Set the weight and pull of each group: the pull with own noise where the server adds the noise (as `fedhdp run` "
-        "does), the other where clients add noise and subtract their own. Client errors are at the pull with own noise. A "
-        "strong pull λ needs a personal learning rate near 1/(1+λ), and diverges at 2/λ."
+        "Use the pull with own noise where the server adds the noise, as `fedhdp run` does, and the pull without own noise "
+        "where clients add noise and subtract their own from the global model. Client errors are at the pull with own "
+        "noise. A strong pull λ needs a personal learning rate near 1/(1+λ); at 2/λ training diverges."
     )
 
 

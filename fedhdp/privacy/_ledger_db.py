@@ -44,6 +44,8 @@ class LedgerFile:
 
     def __init__(self, path: str | Path, *, read_only: bool = False, timeout: float = 60.0) -> None:
         self.path = Path(path)
+        if read_only and not self.path.exists():
+            raise LedgerError(f"{self.path}: there is no such file", "path", self.path)
         mode = "ro" if read_only else "rwc"
         with self._translate_errors():
             uri = f"{self.path.absolute().as_uri()}?mode={mode}"

@@ -87,8 +87,8 @@ def account(
         _account_named(experiment, rounds, delta, tuning, json)
         return
     if (noise_multiplier is None) == (epsilon is None):
-        numbers_given = "neither" if epsilon is None else f"{noise_multiplier:g} and --epsilon {epsilon:g}"
-        message = f"--noise-multiplier or --epsilon must be given, or an experiment, got {numbers_given}"
+        values = "neither" if epsilon is None else f"{noise_multiplier:g} and --epsilon {epsilon:g}"
+        message = f"--noise-multiplier or --epsilon must be given, or an experiment, got {values}"
         raise ConfigError(message, "--noise-multiplier", noise_multiplier)
     report = account_rounds(
         _required("--sampling-rate", sampling_rate),

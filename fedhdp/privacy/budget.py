@@ -26,17 +26,9 @@ from fedhdp.privacy.accounting import (
     rounds_left,
     without_noise,
 )
-from fedhdp.privacy.ledger import Budget, BudgetError, Ledger
+from fedhdp.privacy.ledger import Budget as Budget
+from fedhdp.privacy.ledger import BudgetError, Ledger
 
-__all__ = [
-    "Budget",
-    "BudgetExhausted",
-    "DeploymentBilling",
-    "OnBudgetExhausted",
-    "RunBilling",
-    "Segment",
-    "drop_groups",
-]
 OnBudgetExhausted = Literal["stop", "drop_group"]
 
 
@@ -56,8 +48,8 @@ class RunBilling:
         delta_of: The delta at which a group's epsilon is computed.
         completed: The rounds that the run has completed.
         replayed_rounds: The rounds that were shown and, after a crash, run again with other noise. They count twice.
-        population: The population whose client numbers the groups' are.
-        begin: Whether to open the run in the ledger at once; False where another billing has opened it.
+        population: A description of the population whose clients the groups number.
+        begin: Whether to open the run in the ledger; False where another billing has opened it.
 
     Raises:
         LedgerError: If the ledger refuses the run.
@@ -257,12 +249,11 @@ class DeploymentBilling:
 
     def epsilon(self) -> dict[str, float]:
         """Each group's epsilon over all runs of the ledger: infinity for groups that opted out."""
-        return {
-            group.name: math.inf
-            if group.opted_out
-            else compose(self.ledger.costs(group.name), self.delta_of(group.name))
-            for group in self.mechanism.groups
-        }
+        epsilons = {}
+        for group in self.mechanism.groups:
+            costs = self.ledger.costs(group.name)
+            epsilons[group.name] = math.inf if group.opted_out else compose(costs, self.delta_of(group.name))
+        return epsilons
 
     def _begin_segment(self, members: dict[str, str]) -> None:
         """Begin the segment of these members' mechanism, or resume it; nothing changes if the ledger refuses it."""

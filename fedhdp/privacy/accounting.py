@@ -132,11 +132,6 @@ def without_noise(costs: Mapping[str, PrivacyCost]) -> dict[str, PrivacyCost]:
     return {name: cost._replace(noise_multiplier=0.0) for name, cost in costs.items()}
 
 
-def gaussian_cost(noise_multiplier: float, sampling_rate: float, rounds: int, sampling: str) -> PrivacyCost:
-    """What rounds with these numbers cost; ``InvalidValueError`` if one is out of range."""
-    return PrivacyCost(noise_multiplier, sampling_rate, sampling, rounds).checked()
-
-
 def event(cost: PrivacyCost) -> DpEvent:
     """The dp-accounting event of a cost."""
     import dp_accounting as dp
@@ -323,8 +318,8 @@ def gaussian_epsilon(
     accountant: Accountant = "rdp",
     sampling: Sampling = "poisson",
 ) -> float:
-    """The epsilon of rounds whose numbers are given; see ``gaussian_cost`` and ``compose``."""
-    return compose([gaussian_cost(noise_multiplier, sampling_rate, rounds, sampling)], delta, accountant)
+    """The epsilon of rounds with these numbers; see ``PrivacyCost`` and ``compose``."""
+    return compose([PrivacyCost(noise_multiplier, sampling_rate, sampling, rounds)], delta, accountant)
 
 
 def make_report(

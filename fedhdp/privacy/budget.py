@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
+from fedhdp.errors import require
 from fedhdp.mechanism import Mechanism
 from fedhdp.privacy.accounting import (
     PrivacyCost,
@@ -87,8 +88,13 @@ class RunBilling:
 
         Raises:
             BudgetExhausted: If the run is to stop, or no group is left. Nothing was charged.
+            InvalidValueError: If there is a ledger and the mechanisms differ in more than pulls.
         """
         mechanisms = list(mechanisms)
+        trainings = set(map(_without_pulls, mechanisms)) if self.ledger is not None else ()
+        require(
+            len(trainings) <= 1, "mechanisms", len(trainings), "such that they differ in pulls alone: one is charged"
+        )
         while self.ledger is not None:
             try:
                 self.ledger.charge(self.run, _round_costs(mechanisms[0], self.repeatable))
@@ -275,6 +281,10 @@ def drop_groups(mechanism: Mechanism, names: Iterable[str]) -> Mechanism:
     dropped = set(names)
     groups = (replace(group, sampling_rate=0.0) if group.name in dropped else group for group in mechanism.groups)
     return replace(mechanism, groups=tuple(groups))
+
+
+def _without_pulls(mechanism: Mechanism) -> Mechanism:
+    return replace(mechanism, groups=tuple(replace(group, pull=0.0) for group in mechanism.groups))
 
 
 def _round_costs(mechanism: Mechanism, repeatable: bool) -> dict[str, PrivacyCost]:

@@ -55,6 +55,14 @@ def test_a_round_is_charged_and_returned(ledger):
     assert billing.costs("lax", 1) == (ROUND["lax"],)
 
 
+def test_two_trainings_are_not_charged_as_one(ledger):
+    billing = run_billing(ledger)
+    weighted = replace(MECHANISM, groups=tuple(replace(group, weight=1.0) for group in MECHANISM.groups))
+    with raises_field("mechanisms"):
+        billing.charge_next([MECHANISM, weighted])
+    assert rounds_of(ledger, "lax") == 0
+
+
 def test_without_a_ledger_nothing_is_charged():
     billing = run_billing(None, replayed_rounds=2)
     assert billing.charge_next([MECHANISM]) == [MECHANISM]

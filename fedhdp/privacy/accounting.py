@@ -285,12 +285,10 @@ def within_budget(costs: Iterable[PrivacyCost], budget: Budget) -> bool:
 
 
 def rounds_left(costs: Iterable[PrivacyCost], round_cost: PrivacyCost, budget: Budget) -> float:
-    """How many more rounds a budget allows: a whole number, or infinity where rounds are free or the budget infinite.
+    """How many rounds of a cost a budget allows after the costs that were charged.
 
-    Args:
-        costs: What was charged.
-        round_cost: What one more round costs.
-        budget: The budget.
+    Returns:
+        A whole number, or infinity where rounds are free or the budget is infinite.
     """
     charged = tuple(costs)
     if round_cost.free or budget.epsilon == math.inf:
@@ -335,16 +333,13 @@ def make_report(
 def epsilon_reports(
     mechanism: Mechanism, rounds: int, delta: float, accountant: Accountant = "rdp"
 ) -> dict[str, EpsilonReport]:
-    """Each group's epsilon with everything it rests on.
+    """Each group's epsilon with everything it rests on, by group name; infinity for groups that opted out.
 
     Args:
         mechanism: The mechanism.
-        rounds: How many rounds.
+        rounds: The number of rounds.
         delta: The delta.
         accountant: ``rdp`` or, for Poisson sampling, ``pld``.
-
-    Returns:
-        Reports by group name; epsilon is infinity for groups that opted out.
 
     Raises:
         InvalidValueError: If a value is out of range, or the accountant has no result for the sampling.

@@ -36,7 +36,7 @@ class PrivacyLevel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         is_exclusive = (self.noise_multiplier is None) != (self.epsilon is None)
-        rule = f"given where epsilon is not, and only there (epsilon is {self.epsilon})"
+        rule = f"set where epsilon is not, and only there (epsilon is {self.epsilon})"
         require(is_exclusive, "noise_multiplier", self.noise_multiplier, rule)
         if self.epsilon is not None:
             require(self.epsilon > 0, "epsilon", self.epsilon, "above 0")

@@ -137,16 +137,16 @@ def account_rounds(
 
     Args:
         sampling_rate: The probability that a client takes part in a round.
-        rounds: How many rounds.
+        rounds: The number of rounds.
         delta: The delta.
         noise_multiplier: The noise as a multiple of the L2 sensitivity. Either this or ``target_epsilon``.
         target_epsilon: The epsilon to stay within.
-        accountant: By which epsilon is computed.
-        sampling: How cohorts are sampled.
-        tuning: How many runs there are, if only the best of several is shown.
+        accountant: ``rdp``, or ``pld`` for Poisson sampling without tuning.
+        sampling: ``poisson`` or ``fixed``.
+        tuning: The number of runs, if only the best of several is shown.
 
     Raises:
-        InvalidValueError: If a value is out of range, or not exactly one of noise and target is set.
+        InvalidValueError: If a value is out of range, or not exactly one of the two is set.
     """
     if tuning is not None:
         require(accountant == "rdp", "accountant", accountant, "'rdp' where there is tuning")
@@ -158,12 +158,12 @@ def account_rounds(
         return epsilon_of(PrivacyCost(noise, sampling_rate, sampling, rounds))
 
     if target_epsilon is not None:
-        require(noise_multiplier is None, "noise_multiplier", noise_multiplier, "None where a target is given")
+        require(noise_multiplier is None, "noise_multiplier", noise_multiplier, "None where there is a target_epsilon")
         noise_multiplier = noise_multiplier_for(target_epsilon, sampling_rate, rounds, delta, accountant, sampling)
         if tuning is not None and noise_multiplier > 0:
             noise_multiplier = min_noise_multiplier(epsilon_at, target_epsilon)
     if noise_multiplier is None or not noise_multiplier < math.inf:
-        message = f"noise_multiplier must be finite, or a target given, got {noise_multiplier}"
+        message = f"noise_multiplier must be finite where there is no target_epsilon, got {noise_multiplier}"
         raise InvalidValueError(message, "noise_multiplier", noise_multiplier)
     cost = PrivacyCost(noise_multiplier, sampling_rate, sampling, rounds).checked()
     epsilon, sensitivity = epsilon_of(cost), SENSITIVITY[sampling]
@@ -196,10 +196,10 @@ def account_mechanisms(
 
     Args:
         variants: The name and the mechanism of each variant; all have the same groups.
-        rounds: How many rounds.
+        rounds: The number of rounds.
         delta_of: The delta of each group.
-        tuning: How many runs there are, if only the best of several variants is shown. For a group, the candidates are
-            the variants in which it has not opted out.
+        tuning: The number of runs, if only the best of several variants is shown. For a group, the candidates are the
+            variants in which it has not opted out.
 
     Returns:
         A report for each set of variants with equal costs, in the order of the first of them.
@@ -263,12 +263,9 @@ def account_levels(
 
     Args:
         mechanism: A mechanism with Poisson sampling whose groups are the levels.
-        rounds: How many rounds.
+        rounds: The number of rounds.
         delta_of: The delta of each level.
         budgets: The budgets of the levels that have one.
-
-    Returns:
-        A report for each level, in the order of the mechanism's groups.
     """
     reports = []
     for group in mechanism.groups:

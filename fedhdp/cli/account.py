@@ -29,8 +29,7 @@ def account(
     experiment: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME, FILE.toml or APP]",
-            help="An experiment, a run's directory, or the folder of a Flower app.",
+            metavar="[NAME, FILE.toml or APP]", help="An experiment, a run's directory, or the folder of a Flower app."
         ),
     ] = None,
     noise_multiplier: Annotated[float | None, typer.Option(help="Noise as a multiple of the L2 sensitivity.")] = None,

@@ -163,11 +163,7 @@ def noise_multiplier_for(
 
 
 def calibrate(
-    mechanism: Mechanism,
-    targets: Mapping[str, float],
-    rounds: int,
-    delta: float,
-    accountant: Accountant | None = None,
+    mechanism: Mechanism, targets: Mapping[str, float], rounds: int, delta: float, accountant: Accountant | None = None
 ) -> Mechanism:
     """Choose the noise multipliers of groups for the epsilons that they may reach.
 

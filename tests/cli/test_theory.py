@@ -109,10 +109,7 @@ def test_figures(ask, tmp_path):
 
 def test_invalid_figures(ask, tmp_path):
     (tmp_path / "file").write_text("")
-    for out_dir, trials, field in (
-        ("new", "1", "trials"),
-        ("file", "20", str(tmp_path / "file")),
-    ):
+    for out_dir, trials, field in (("new", "1", "trials"), ("file", "20", str(tmp_path / "file"))):
         code, out, err = ask("figures", "--out", str(tmp_path / out_dir), "--trials", trials)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert field in err

@@ -21,15 +21,7 @@ from pathlib import Path
 import msgspec
 from flwr.app import ConfigRecord, RecordDict
 
-from fedhdp.flower.protocol import (
-    Arrays,
-    DeclinedRound,
-    LevelOffer,
-    RoundRequest,
-    array_shapes,
-    from_record,
-    to_record,
-)
+from fedhdp.flower.protocol import Arrays, DeclinedRound, LevelOffer, RoundRequest, array_shapes, from_record, to_record
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import PrivacyCost, rounds_left, within_budget
 from fedhdp.privacy.ledger import Budget, BudgetError, Ledger

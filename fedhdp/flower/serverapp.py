@@ -207,8 +207,8 @@ def _state_arrays(strategy: FedHDP) -> dict[str, np.ndarray]:
         members=strategy.registry.members,
         segments=strategy.billing.segments,
         dropped_groups=strategy.billing.dropped_groups,
-        refused={level: dict(counts) for level, counts in strategy.refused.items()},
-        unsolicited=strategy.unsolicited,
+        refused={level: dict(counts) for level, counts in strategy.counts.refused.items()},
+        unsolicited=strategy.counts.unsolicited,
         shapes=array_shapes(strategy.initial_arrays),
     )
     arrays = {f"server_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(strategy.state))}
@@ -232,8 +232,8 @@ def _restore(strategy: FedHDP, checkpoint: Mapping[str, np.ndarray]) -> None:
     leaves, tree = jax.tree.flatten(like)
     strategy.state = jax.tree.unflatten(tree, [checkpoint[f"server_{i}"] for i in range(len(leaves))])
     strategy.round = int(checkpoint["round"])
-    strategy.refused |= {level: Counter(counts) for level, counts in record.refused.items()}
-    strategy.unsolicited = record.unsolicited
+    strategy.counts.refused |= {level: Counter(counts) for level, counts in record.refused.items()}
+    strategy.counts.unsolicited = record.unsolicited
 
 
 def _named_parameters(strategy: FedHDP) -> Arrays:

@@ -1,7 +1,7 @@
 """Digits and letters by writer: TFF's federated EMNIST, LEAF's FEMNIST, and 330 writers of the latter.
 
 All are stored in one form: the train images of one client after another, then the test images, with high values for
-ink as in MNIST. With ``classes=10`` only digits are used. TFF has its own split for that, with 3,383 clients: the
+ink as in MNIST. With ``classes=10`` only digits are used. TFF has a split for that, with 3,383 clients: the
 paper's "FMNIST". Elsewhere letters, and clients without digits, are left out. The seed shuffles the clients.
 
 Axis letters: K clients, N examples.

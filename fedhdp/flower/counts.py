@@ -11,11 +11,7 @@ from fedhdp.results.metrics import MetricRow
 
 
 class MessageCounts:
-    """Clients and replies by level.
-
-    Args:
-        levels: The levels on offer.
-    """
+    """Clients and replies by level."""
 
     def __init__(self, levels: Iterable[str]):
         self.refused: dict[str, Counter[str]] = {level: Counter() for level in levels}  # of the run, by kind

@@ -76,7 +76,7 @@ def run_deployment(grid: Grid, deployment: Deployment, initial_arrays: Arrays, s
     Args:
         grid: Flower's connection to the nodes.
         deployment: The configuration.
-        initial_arrays: The initial model.
+        initial_arrays: Named float32 arrays.
         score: Returns a model's accuracy on the server's test set.
 
     Returns:
@@ -126,11 +126,8 @@ def start_billing(
 
 def _check_model(arrays: Arrays) -> None:
     if not isinstance(arrays, dict):
-        raise ModelError(
-            f"initial_arrays must be a dictionary of named NumPy arrays, got a {type(arrays).__name__}",
-            field="initial_arrays",
-            value=arrays,
-        )
+        kind = type(arrays).__name__
+        raise ModelError(f"initial_arrays must be a dictionary of NumPy arrays, got a {kind}", "initial_arrays", arrays)
     if not arrays or not all(np.isfinite(array).all() for array in arrays.values()):
         names = sorted(arrays)
         raise ModelError(f"initial_arrays must be at least one array, all finite, got {names}", "initial_arrays", names)

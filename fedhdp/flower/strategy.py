@@ -78,9 +78,9 @@ class FedHDP(Strategy):
 
     Args:
         deployment: The configuration.
-        registry: The clients.
-        billing: Charges rounds and knows the mechanism.
-        run: The run's id.
+        registry: The clients, their levels and their nodes.
+        billing: Charges rounds; its mechanism is the one in force.
+        run: The run's id, sent with every request.
         initial_arrays: The initial model.
         score: Returns a model's accuracy on the server's test set.
     """

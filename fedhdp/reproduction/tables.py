@@ -209,9 +209,6 @@ def choose_data(sources: dict[str, DataSource], name: str) -> DataConfig:
         sources: The data that the table can be run on.
         name: One of them, or ``auto``: the first that the data directory has.
 
-    Returns:
-        The data's configuration.
-
     Raises:
         InvalidValueError: If there is no such data.
         DataError: If the data directory does not have it.
@@ -275,7 +272,7 @@ def apply_options(experiment: Experiment, options: Options) -> Experiment:
     """
     training = replace(
         experiment.training,
-        whole_batches=options.batches == "whole",
+        drop_remainder=options.batches == "whole",
         personal_epochs=options.personal_epochs,
         personalize=bool(options.pulls),
     )

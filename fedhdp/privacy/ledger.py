@@ -333,10 +333,10 @@ class Ledger(LedgerFile):
 
     def _check_sampling(self, group: str, sampling: str) -> None:
         """Costs by one kind of sampling do not compose with costs by the other."""
-        conflicting = {cost.sampling for cost in self.costs(group)} - {sampling}
-        if conflicting:
+        mixed = {cost.sampling for cost in self.costs(group)} - {sampling}
+        if mixed:
             message = (
-                f"{group!r} was charged with {min(conflicting)} sampling, which does not compose with {sampling} sampling"
+                f"{group!r} was charged with {min(mixed)} sampling, which does not compose with {sampling} sampling"
             )
             raise self._error(f"{message}; use another file", "sampling", sampling)
 

@@ -126,13 +126,9 @@ def _decode_images(raw: msgspec.Raw, count: int) -> tuple[np.ndarray, np.ndarray
 
 def _write(paths: list[Path], counts: dict[str, Counts], writer: ArrayWriter, progress: ProgressCallback) -> None:
     """Write the train and test examples of every client that has any for training."""
-    sizes = counts
-    if "all" in counts:
-        test = {user: int(num_test_examples(count)) for user, count in counts["all"].items()}
-        sizes = {"train": {user: count - test[user] for user, count in counts["all"].items()}, "test": test}
+    sizes = _part_sizes(counts)
     users = sorted(user for user, count in sizes["train"].items() if count)
-    only_test = {user for user, count in sizes["test"].items() if count} - set(users)
-    if only_test:
+    if only_test := {user for user, count in sizes["test"].items() if count} - set(users):
         user = min(only_test)
         raise DataError(f"{paths[0].parent}: client {user} has test examples but no train examples", "users", user)
     arrays, start = {}, {}
@@ -154,6 +150,14 @@ def _write(paths: list[Path], counts: dict[str, Counts], writer: ArrayWriter, pr
                 for array_N, values_N in zip(arrays[part], images, strict=True):
                     array_N[first : first + size] = values_N[mask_N]
         progress("reading LEAF's shards", done, len(paths))
+
+
+def _part_sizes(counts: dict[str, Counts]) -> dict[str, Counts]:
+    """The train and test examples of each client, once unsplit shards are split."""
+    if "all" not in counts:
+        return counts
+    test = {user: int(num_test_examples(count)) for user, count in counts["all"].items()}
+    return {"train": {user: count - test[user] for user, count in counts["all"].items()}, "test": test}
 
 
 def _test_mask(part: str, count: int, client: int) -> np.ndarray:

@@ -5,7 +5,7 @@
     make bench ARGS="--only fedhdp,torch"         some of them
     make bench ARGS="--figure performance.png"    a figure too
 
-Environments are made under build/bench and kept. A peer that cannot be installed or run is null, with the reason.
+Environments are under build/bench. A peer that cannot be installed or run is null, with the reason.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PATIENT = 24 * 3600.0, 3600.0
 
 
 class Contender(NamedTuple):
-    """Something that is timed: its script, what it needs, how it may be set, what it can do."""
+    """A framework, or a setup of this project, that is timed."""
 
     script: str
     packages: tuple[str, ...] | None  # None: it runs in this project's own environment
@@ -53,8 +53,8 @@ CONTENDERS = {  # in the order in which they run: the slowest to install last
         {"one device for each core": {}},
         {
             "privacy": "fixed clip, Gaussian noise",
-            "personal": "not asked for here",
-            "adaptive_clip": "not asked for here",
+            "personal": "not used here",
+            "adaptive_clip": "not used here",
         },
     ),
     "fedhdp+personal": Contender(
@@ -116,54 +116,54 @@ SWEEPS: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {  # along what, at 
 }
 
 
-class Failed(Exception):
-    """Why something could not be timed."""
+class BenchmarkError(Exception):
+    """A contender cannot be installed or timed."""
 
 
-def say(text: str) -> None:
-    """Tell how far it is, where results do not go."""
+def log(text: str) -> None:
+    """Print progress on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def environment(name: str, packages: tuple[str, ...] | None, limit: float) -> Path:
-    """The interpreter of a peer's own environment, made if it is not there as it should be."""
+    """The interpreter of a peer's own environment, which is made unless it is up to date."""
     if packages is None:
         return Path(sys.executable)
-    home, wanted = BUILD / name, "\n".join(packages)
-    done, python = home / "installed", home / "bin" / "python"
-    if done.exists() and done.read_text() == wanted:
+    home, requirements = BUILD / name, "\n".join(packages)
+    marker, python = home / "installed", home / "bin" / "python"
+    if marker.exists() and marker.read_text() == requirements:
         return python
-    say(f"{name}: installing {' '.join(packages)}")
+    log(f"{name}: installing {' '.join(packages)}")
     home.mkdir(parents=True, exist_ok=True)
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", *packages]
     for command in ([sys.executable, "-m", "venv", "--clear", str(home)], pip):
         try:
-            made = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+            process = subprocess.run(command, capture_output=True, text=True, timeout=limit)
         except subprocess.TimeoutExpired:
-            raise Failed(f"not installed after {limit:.0f} s") from None
-        if made.returncode:
-            raise Failed(f"not installed: {last_words(made.stderr)}")
-    done.write_text(wanted)
+            raise BenchmarkError(f"not installed after {limit:.0f} s") from None
+        if process.returncode:
+            raise BenchmarkError(f"not installed: {error_tail(process.stderr)}")
+    marker.write_text(requirements)
     return python
 
 
-def last_words(text: str) -> str:
-    """The end of what a program said, on one line."""
-    return " · ".join(line.strip() for line in text.strip().splitlines()[-3:]) or "it said nothing"
+def error_tail(text: str) -> str:
+    """The last lines of a program's output, on one line."""
+    return " · ".join(line.strip() for line in text.strip().splitlines()[-3:]) or "no output"
 
 
-def ask(python: Path, script: str, work: w.Work, options: dict, rounds: int, warm_up: int, limit: float) -> dict:
-    """Run a script in its own process until it has answered; with the peak memory of all its processes."""
+def run_script(python: Path, script: str, work: w.Work, options: dict, rounds: int, warm_up: int, limit: float) -> dict:
+    """Run a script in its own process: its result, with the peak memory of all its processes."""
     with tempfile.TemporaryDirectory() as folder:
         out, errors = Path(folder) / "out.json", Path(folder) / "errors"
         command = [str(python), str(HERE / "peers" / script), "--out", str(out)]
         command += ["--work", json.dumps(dataclasses.asdict(work)), "--options", json.dumps(options)]
         command += ["--rounds", str(rounds), "--warm-up", str(warm_up)]
-        surroundings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
-        surroundings["FLWR_HOME"] = str(Path(folder) / "flower")
-        with errors.open("w") as log:
+        env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+        env["FLWR_HOME"] = str(Path(folder) / "flower")
+        with errors.open("w") as log_file:
             process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=surroundings, cwd=folder, start_new_session=True
+                command, stdout=log_file, stderr=log_file, env=env, cwd=folder, start_new_session=True
             )
             peaks: dict[int, float] = {}
             watch = threading.Thread(target=watch_memory, args=(process, peaks), daemon=True)
@@ -171,21 +171,21 @@ def ask(python: Path, script: str, work: w.Work, options: dict, rounds: int, war
             try:
                 process.wait(timeout=limit)
             except subprocess.TimeoutExpired:
-                raise Failed(f"not done after {limit:.0f} s") from None
+                raise BenchmarkError(f"not done after {limit:.0f} s") from None
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
                 watch.join()
         if process.returncode or not out.exists():
-            raise Failed(f"exit {process.returncode}: {last_words(errors.read_text(errors='replace'))}")
-        told = json.loads(out.read_text())
-        told["memory_mb"] = max(sum(peaks.values()), told.get("memory_mb", 0.0))
-        return told
+            raise BenchmarkError(f"exit {process.returncode}: {error_tail(errors.read_text(errors='replace'))}")
+        result = json.loads(out.read_text())
+        result["memory_mb"] = max(sum(peaks.values()), result.get("memory_mb", 0.0))
+        return result
 
 
 def watch_memory(process: subprocess.Popen, peaks: dict[int, float]) -> None:
-    """Note the peak memory of a process and its descendants in MB, once a second; what they share counts for each."""
+    """Record the peak memory of a process and its descendants in MB, once a second; shared memory counts for each."""
     while process.poll() is None:
         for pid in descendants(process.pid):
             try:
@@ -207,54 +207,48 @@ def descendants(pid: int) -> list[int]:
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
-    """The median of some times, and how far they lie apart."""
+    """The median, the quartiles and the extremes of some times."""
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
-    return {
-        "median": middle,
-        "min": min(seconds),
-        "q1": low,
-        "q3": high,
-        "max": max(seconds),
-        "rounds": len(seconds),
-    }
+    extremes = {"min": min(seconds), "max": max(seconds)}
+    return {"median": middle, "q1": low, "q3": high, "rounds": len(seconds)} | extremes
 
 
-def contend(name: str, work: w.Work, rounds: int, warm_up: int, ends: float, limit: float) -> dict:
+def time_contender(name: str, work: w.Work, rounds: int, warm_up: int, ends: float, limit: float) -> dict:
     """Time one contender at each of its settings; the fastest counts."""
-    contender, tried, why = CONTENDERS[name], {}, []
-    began = time.monotonic()
-    python = environment(name, contender.packages, max(ends - began, 1.0))
-    installed = time.monotonic() - began
+    contender, results, reasons = CONTENDERS[name], {}, []
+    start = time.monotonic()
+    python = environment(name, contender.packages, max(ends - start, 1.0))
+    installed = time.monotonic() - start
     for setting, options in contender.settings.items():
-        say(f"{name}: {setting}")
+        log(f"{name}: {setting}")
         try:
             left = max(min(ends - time.monotonic(), limit), 1.0)
-            told = ask(python, contender.script, work, options, rounds, warm_up, left)
-            tried[setting] = told | {"spread": spread(told["seconds"])}
-            say(f"{name}: {setting}: {tried[setting]['spread']['median']:.4f} s a round")
-        except Failed as reason:
-            why.append(f"{setting}: {reason}")
-            say(f"{name}: {why[-1]}")
-    if not tried:
-        raise Failed("; ".join(why))
-    best = min(tried, key=lambda setting: tried[setting]["spread"]["median"])
-    told = tried[best]
+            result = run_script(python, contender.script, work, options, rounds, warm_up, left)
+            results[setting] = result | {"spread": spread(result["seconds"])}
+            log(f"{name}: {setting}: {results[setting]['spread']['median']:.4f} s a round")
+        except BenchmarkError as reason:
+            reasons.append(f"{setting}: {reason}")
+            log(f"{name}: {reasons[-1]}")
+    if not results:
+        raise BenchmarkError("; ".join(reasons))
+    best = min(results, key=lambda setting: results[setting]["spread"]["median"])
+    result = results[best]
     models = 2 if contender.settings[best].get("personal") else 1
-    check = {"steps": told["steps"], "steps_asked": work.steps * models}
-    check |= {what: told[what] for what in ("loss_before", "loss_after", "rounds_played")}
+    check = {"steps": result["steps"], "steps_asked": work.steps * models}
+    check |= {what: result[what] for what in ("loss_before", "loss_after", "rounds_played")}
     return {
-        "seconds": told["spread"]["median"],
-        "spread": told["spread"],
+        "seconds": result["spread"]["median"],
+        "spread": result["spread"],
         "setting": best,
-        "settings": {setting: told["spread"]["median"] for setting, told in tried.items()},
-        "failed_settings": why,
-        "versions": told["versions"],
+        "settings": {setting: result["spread"]["median"] for setting, result in results.items()},
+        "failed_settings": reasons,
+        "versions": result["versions"],
         "check": check,
-        "did_the_work": told["steps"] == check["steps_asked"] and told["loss_after"] < told["loss_before"],
-        "memory_mb": told["memory_mb"],
+        "did_the_work": result["steps"] == check["steps_asked"] and result["loss_after"] < result["loss_before"],
+        "memory_mb": result["memory_mb"],
         "install_seconds": installed,
         "can": contender.can,
-        "gemm_gflops": max((told.get("gemm_gflops", 0.0) for told in tried.values()), default=0.0),
+        "gemm_gflops": max((result.get("gemm_gflops", 0.0) for result in results.values()), default=0.0),
     }
 
 
@@ -266,21 +260,21 @@ def sweep(names: list[str], work: w.Work, rounds: int) -> list[dict]:
             point: dict[str, Any] = {"along": along, "value": value}
             for name in names:
                 sized = dataclasses.replace(work, **others, **{along: value})
-                say(f"{name}: {along} {value}")
+                log(f"{name}: {along} {value}")
                 try:
                     (options,) = CONTENDERS[name].settings.values()
-                    told = ask(Path(sys.executable), CONTENDERS[name].script, sized, options, rounds, 3, 600)
-                    each = spread(told["seconds"])
-                    measured = {"rounds_per_second": 1 / each["median"], "spread": each, "memory_mb": told["memory_mb"]}
-                    point[name] = measured
-                except Failed as reason:
+                    result = run_script(Path(sys.executable), CONTENDERS[name].script, sized, options, rounds, 3, 600)
+                    times = spread(result["seconds"])
+                    point[name] = {"rounds_per_second": 1 / times["median"], "spread": times}
+                    point[name]["memory_mb"] = result["memory_mb"]
+                except BenchmarkError as reason:
                     point[name] = {"rounds_per_second": None, "reason": str(reason)}
             points.append(point)
     return points
 
 
 def machine() -> dict[str, Any]:
-    """What it was measured on, and how busy that was beforehand."""
+    """The machine, and its load before the benchmark."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -295,25 +289,25 @@ def machine() -> dict[str, Any]:
 
 
 def bench(names: list[str], work: w.Work, quick: bool, rounds: int | None, sweeps: bool) -> dict[str, Any]:
-    """Time everything that was asked for, and put it together."""
-    everything, one = QUICK if quick else PATIENT
-    ends = time.monotonic() + everything
-    on = machine()
-    say("matrix products")
-    rates = ask(Path(sys.executable), "gemm.py", work, {}, 1, 0, 300)["gemm"]
+    """Time the contenders with these names."""
+    total_seconds, contender_seconds = QUICK if quick else PATIENT
+    ends = time.monotonic() + total_seconds
+    host = machine()
+    log("matrix products")
+    rates = run_script(Path(sys.executable), "gemm.py", work, {}, 1, 0, 300)["gemm"]
     peers: dict[str, Any] = {}
     for name in CONTENDERS:
         ours = CONTENDERS[name].packages is None
         usual = 300 if ours else 5 if quick else 15  # seconds of each, not an instant of the one that is fast
         try:
             if name not in names:
-                raise Failed("not asked for")
-            peers[name] = contend(name, work, rounds or usual, 10 if ours else 2, ends, one)
+                raise BenchmarkError("not selected")
+            peers[name] = time_contender(name, work, rounds or usual, 10 if ours else 2, ends, contender_seconds)
             if peers[name]["gemm_gflops"]:
                 rates[name] = peers[name]["gemm_gflops"]
-        except Failed as reason:
+        except BenchmarkError as reason:
             if name in names:
-                say(f"{name}: nothing to show. {reason}")
+                log(f"{name}: not timed: {reason}")
             peers[name] = {"seconds": None, "reason": str(reason), "can": CONTENDERS[name].can}
     flops, peak = w.flops(work, models=2), max(rates.values())
     return {
@@ -325,7 +319,7 @@ def bench(names: list[str], work: w.Work, quick: bool, rounds: int | None, sweep
         "peers": peers,
         "sweeps": sweep([name for name in names if CONTENDERS[name].packages is None], work, 10) if sweeps else [],
         "work": dataclasses.asdict(work),
-        "machine": on,
+        "machine": host,
         "command": " ".join(["make bench", f"ARGS={shlex.quote(shlex.join(sys.argv[1:]))}"][: len(sys.argv)]),
     }
 
@@ -336,21 +330,21 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     parser.add_argument("--only", default=",".join(CONTENDERS), help=f"some of {','.join(CONTENDERS)}")
     parser.add_argument("--rounds", type=int, help="timed rounds of each")
-    parser.add_argument("--figure", type=Path, help="draw what was measured into this file")
-    parser.add_argument("--output", type=Path, help="keep the JSON document in this file too")
+    parser.add_argument("--figure", type=Path, help="draw the results into this file")
+    parser.add_argument("--output", type=Path, help="write the JSON document to this file too")
     parser.add_argument("--work", type=json.loads, default={}, help="other sizes, as JSON, to try the benchmark itself")
-    given = parser.parse_args()
-    names = given.only.split(",")
+    arguments = parser.parse_args()
+    names = arguments.only.split(",")
     unknown = set(names) - set(CONTENDERS)
     if unknown:
         parser.error(f"--only knows {', '.join(CONTENDERS)}, not {', '.join(sorted(unknown))}")
-    sweeps = not given.quick and not given.work
-    told = bench(names, w.Work(**given.work), given.quick, given.rounds, sweeps)
-    if given.output:
-        given.output.write_text(json.dumps(told, indent=2) + "\n")
-    if given.figure:
-        show.figure(told, given.figure)
-    print(json.dumps(told, indent=2) if given.json else show.table(told))
+    sweeps = not arguments.quick and not arguments.work
+    result = bench(names, w.Work(**arguments.work), arguments.quick, arguments.rounds, sweeps)
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    if arguments.figure:
+        show.figure(result, arguments.figure)
+    print(json.dumps(result, indent=2) if arguments.json else show.table(result))
 
 
 if __name__ == "__main__":

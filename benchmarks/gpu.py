@@ -33,16 +33,16 @@ from fedhdp.simulation import Simulation
 
 
 def noise_images(count_K: np.ndarray, classes: int) -> FederatedData:
-    """Images of nothing, so many for each client: only the time is of interest."""
+    """Random images, this many for each client."""
     rng = np.random.default_rng(0)
     x_N = rng.integers(0, 256, (count_K.sum(), 28, 28), dtype=np.uint8)
     y_N = rng.integers(0, classes, count_K.sum()).astype(np.int32)
-    theirs = examples(x_N, y_N, count_K)
-    return FederatedData("noise", theirs, theirs, x_N[:100], y_N[:100], classes)
+    clients = examples(x_N, y_N, count_K)
+    return FederatedData("noise", clients, clients, x_N[:100], y_N[:100], classes)
 
 
 def seconds(
-    population: FederatedData,
+    data: FederatedData,
     model: Model,
     training: LocalTraining,
     rate: float,
@@ -51,20 +51,20 @@ def seconds(
     pulls: tuple[float, ...] = (0.05,),
     profile: bool = False,
 ) -> tuple[float, float]:
-    """Seconds to compile and play the first rounds, and seconds for the rounds after; a profile is of one round more."""
-    few = population.num_clients // 20
+    """Seconds to compile and run the first two rounds, and seconds for the rounds after; a profile adds a round."""
+    opted_out = data.num_clients // 20
     groups = (
-        PrivacyGroup("open", few, 0.0, rate),
-        PrivacyGroup("private", population.num_clients - few, 1.0, rate, 0.01),
+        PrivacyGroup("open", opted_out, 0.0, rate),
+        PrivacyGroup("private", data.num_clients - opted_out, 1.0, rate, 0.01),
     )
     mechanism = Mechanism(groups, AdaptiveClip(0.5), sampling="fixed")
-    several = [
+    mechanisms = [
         replace(mechanism, groups=tuple(replace(g, weight=g.weight / (1 + r), pull=pull) for g in groups))
         for r in range(runs)
         for pull in pulls
     ]
-    simulation = Simulation(population, model, several, training)
-    begun = time.monotonic()
+    simulation = Simulation(data, model, mechanisms, training)
+    start = time.monotonic()
     simulation.run(2)
     simulation.wait()
     compiled = time.monotonic()
@@ -77,7 +77,7 @@ def seconds(
                 simulation.run_round()
                 simulation.wait()
             print_kernels(Path(folder))
-    return compiled - begun, ended - compiled
+    return compiled - start, ended - compiled
 
 
 def print_kernels(folder: Path) -> None:
@@ -86,10 +86,10 @@ def print_kernels(folder: Path) -> None:
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e.get("ph") == "M" and e["name"] == "process_name"}
     on_device = [e for e in events if e.get("ph") == "X" and "device:GPU" in names.get(e["pid"], "")]
-    taken: collections.Counter[str] = collections.Counter()
+    microseconds_by_name: collections.Counter[str] = collections.Counter()
     for event in on_device:
-        taken[event["name"]] += event["dur"]
-    for name, microseconds in taken.most_common(15):
+        microseconds_by_name[event["name"]] += event["dur"]
+    for name, microseconds in microseconds_by_name.most_common(15):
         print(f"  {microseconds / 1000:8.2f} ms  {name}")
 
 
@@ -97,22 +97,20 @@ def main() -> None:
     """Time them and print a line for each."""
     parser = argparse.ArgumentParser(description="The paper's two shapes on an accelerator.")
     parser.add_argument("--profile", action="store_true", help="where a round of FEMNIST's shape spends its time")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     use_cpu_cores()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-    slower, sizes_K = LocalTraining(learning_rate=0.02), tff_client_sizes(62, seed=0)[0]
+    slow_training, sizes_K = LocalTraining(learning_rate=0.02), tff_client_sizes(62, seed=0)[0]
     works = {
         "non-IID MNIST": (noise_images(np.full(2000, 30), 10), mlp(), LocalTraining(), 0.05, 500),
-        "FEMNIST": (noise_images(np.full(3400, 200), 62), cnn(), slower, 0.03, 20),
-        "FEMNIST, TFF's sizes": (noise_images(sizes_K, 62), cnn(), slower, 0.03, 20),
+        "FEMNIST": (noise_images(np.full(3400, 200), 62), cnn(), slow_training, 0.03, 20),
+        "FEMNIST, TFF's sizes": (noise_images(sizes_K, 62), cnn(), slow_training, 0.03, 20),
     }
     works["8 runs × 3 pulls of MNIST"] = (*works["non-IID MNIST"][:-1], 200, 8, (0.005, 0.05, 0.25))
     for name, work in works.items():
-        compiling, running = seconds(*work, profile=given.profile and name == "FEMNIST")
-        each = running / work[4]
-        print(
-            f"{name}: {work[4]} rounds in {running:.2f} s, {1000 * each:.2f} ms a round, 500 would take {500 * each:.1f} s"
-        )
+        compiling, running = seconds(*work, profile=arguments.profile and name == "FEMNIST")
+        per_round = running / work[4]
+        print(f"{name}: {work[4]} rounds in {running:.2f} s, {1000 * per_round:.2f} ms a round")
         print(f"  (compiled, with two rounds, in {compiling:.1f} s)")
 
 

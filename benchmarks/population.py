@@ -3,10 +3,10 @@
     python benchmarks/population.py                            10,000 and 1,000,000 clients, a cohort of 1,000
     python benchmarks/population.py --clients 10000,1000000 --cohort 1000 --rounds 12
 
-Each line is the quickest of three processes, those of each size in turn, for what neighbours on the machine do only adds;
+Each line is the quickest of three processes, those of each size in turn, as other load on the machine only adds time;
 beside it the slowest. Each has its own peak of memory. ``pool``: every client holds 30 images in a row of a
-pool of images that lie in memory. ``handwriting``: every client's 30 images are written when it is asked. Personal models
-are on the devices where they fit, else in a file, which holds those who came.
+pool of images that lie in memory. ``handwriting``: every client's 30 images are generated on demand. Personal models
+are on the devices where they fit, else in a file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def measure(clients: int, cohort: int, rounds: int, data: str, personal: bool) -
     import numpy as np
 
     from fedhdp.client import LocalTraining
-    from fedhdp.data import Examples, FederatedData
+    from fedhdp.data import Examples, FederatedData, examples
     from fedhdp.datasets.handwriting import StreamedHandwriting, client_examples, make_handwriting, server_examples
     from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
     from fedhdp.models import mlp
@@ -42,23 +42,21 @@ def measure(clients: int, cohort: int, rounds: int, data: str, personal: bool) -
     else:
         train = StreamedHandwriting(count_K, client_examples)
     tested_K = np.where(np.arange(clients) % (clients // 1000) == 0, 10, 0)
-    from fedhdp.data import examples
-
     test = examples(*client_examples(np.arange(clients), tested_K, part="test"), tested_K)
-    population = FederatedData("scale", train, test, *server_examples(1000), 10)
+    federated = FederatedData("scale", train, test, *server_examples(1000), 10)
     public, rate = clients // 20, cohort / clients
     groups = (PrivacyGroup("opted out", public, 0.0, rate), PrivacyGroup("private", clients - public, 1.5, rate, 0.01))
     training = LocalTraining(personalize=personal)
-    simulation = Simulation(population, mlp(), Mechanism(groups, AdaptiveClip(0.5), sampling="fixed"), training)
+    simulation = Simulation(federated, mlp(), Mechanism(groups, AdaptiveClip(0.5), sampling="fixed"), training)
     ends: list[float] = []
     simulation.run(rounds + 3, after_round=lambda _: ends.append(time.perf_counter()))
     simulation.wait()
     seconds = [end - before for before, end in itertools.pairwise(ends[2:])]
-    began = time.perf_counter()
+    start = time.perf_counter()
     rows = simulation.evaluate()[0]
     return {
         "seconds": seconds,
-        "evaluation": time.perf_counter() - began,
+        "evaluation": time.perf_counter() - start,
         "accuracy": rows[0].value,
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "examples": type(simulation.examples).__name__,
@@ -67,39 +65,39 @@ def measure(clients: int, cohort: int, rounds: int, data: str, personal: bool) -
 
 
 def main() -> None:
-    """Measure everything that was asked for, each in a process of its own, and print a table."""
+    """Measure each size in its own processes and print a table."""
     parser = argparse.ArgumentParser(description="The same cohort out of populations of growing size.")
     parser.add_argument("--clients", default="10000,1000000", help="sizes of the population")
     parser.add_argument("--cohort", type=int, default=1000, help="clients of a round")
     parser.add_argument("--rounds", type=int, default=12, help="timed rounds, after two")
     parser.add_argument("--turns", type=int, default=3, help="processes of each size, in turn; the quickest counts")
     parser.add_argument("--data", default="pool,handwriting", help="where examples come from")
-    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
-        print(json.dumps(measure(**given.one)))
+    parser.add_argument("--measure", type=json.loads, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(measure(**arguments.measure)))
         return
     print(
         "| data | personal models | clients | seconds a round | slowest | against the first | peak MB | evaluation s |"
     )
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
-    sizes = [int(size) for size in given.clients.split(",")]
-    for data, personal in itertools.product(given.data.split(","), (False, True)):
-        told: dict[int, list[dict]] = {clients: [] for clients in sizes}
-        for _, clients in itertools.product(range(given.turns), sizes):
-            asked = {"clients": clients, "cohort": given.cohort, "rounds": given.rounds}
-            asked |= {"data": data, "personal": personal}
-            made = subprocess.run(
-                [sys.executable, __file__, "--one", json.dumps(asked)], check=True, capture_output=True, text=True
+    sizes = [int(size) for size in arguments.clients.split(",")]
+    for data, personal in itertools.product(arguments.data.split(","), (False, True)):
+        reports: dict[int, list[dict]] = {clients: [] for clients in sizes}
+        for _, clients in itertools.product(range(arguments.turns), sizes):
+            task = {"clients": clients, "cohort": arguments.cohort, "rounds": arguments.rounds}
+            task |= {"data": data, "personal": personal}
+            process = subprocess.run(
+                [sys.executable, __file__, "--measure", json.dumps(task)], check=True, capture_output=True, text=True
             )
-            told[clients].append(json.loads(made.stdout.splitlines()[-1]))
-        medians = {clients: [statistics.median(one["seconds"]) for one in told[clients]] for clients in sizes}
+            reports[clients].append(json.loads(process.stdout.splitlines()[-1]))
+        medians = {clients: [statistics.median(report["seconds"]) for report in reports[clients]] for clients in sizes}
         for clients in sizes:
             quickest, against = min(medians[clients]), min(medians[clients]) / min(medians[sizes[0]])
-            where = told[clients][0]["personal"] if personal else "–"
-            most = max(one["peak_mb"] for one in told[clients])
-            line = (data, where, f"{clients:,}", f"{quickest:.3f}", f"{max(medians[clients]):.3f}", f"{against:.2f} ×")
-            line += (f"{most:.0f}", f"{min(one['evaluation'] for one in told[clients]):.1f}")
+            store = reports[clients][0]["personal"] if personal else "–"
+            peak = max(report["peak_mb"] for report in reports[clients])
+            line = (data, store, f"{clients:,}", f"{quickest:.3f}", f"{max(medians[clients]):.3f}", f"{against:.2f} ×")
+            line += (f"{peak:.0f}", f"{min(report['evaluation'] for report in reports[clients]):.1f}")
             print("| " + " | ".join(line) + " |", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What was measured, as a table for people and as a figure that can be read in black and white."""
+"""The results as a table, and as a figure that can be read in black and white."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 OURS = ("fedhdp", "fedhdp+personal")
 
 
-def table(told: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     """Markdown: every contender, the floor of the arithmetic, the sweeps."""
-    ours = told["seconds_per_round"]["fedhdp"]
+    ours = result["seconds_per_round"]["fedhdp"]
     rows = ["| what | setting | seconds a round | min – max | against fedhdp | peak MB | work done |"]
     rows += ["| --- | --- | ---: | ---: | ---: | ---: | --- |"]
-    for name, peer in told["peers"].items():
+    for name, peer in result["peers"].items():
         if peer["seconds"] is None:
             rows.append(f"| {name} | – | – | – | – | – | {peer['reason']} |")
             continue
@@ -26,29 +26,32 @@ def table(told: dict[str, Any]) -> str:
             f"| {name} | {peer['setting']} | {peer['seconds']:.4f} | {each['min']:.4f} – {each['max']:.4f} "
             f"| {against} | {peer['memory_mb']:,.0f} | {done} |"
         )
-    floor = told["naive_at_peak"]
-    rows += ["", f"Matrix products at their peak: {told['gemm_gflops']:.0f} GFLOP/s; "]
+    floor = result["naive_at_peak"]
+    rows += ["", f"Matrix products at their peak: {result['gemm_gflops']:.0f} GFLOP/s; "]
     rows[-1] += f"the plain arithmetic of a round with personal models at that rate: {floor:.4f} s."
-    personal = told["seconds_per_round"]["fedhdp+personal"]
+    personal = result["seconds_per_round"]["fedhdp+personal"]
     if personal:
         rows[-1] += f" fedhdp+personal takes {personal / floor:.2f} of it."
-    on = told["machine"]
-    rows += ["", f"{on['cpu']}, {on['cores']} cores, {on['memory_gb']} GB, load beforehand {on['load_before']:.2f}."]
-    for name, peer in told["peers"].items():
+    host = result["machine"]
+    rows += [
+        "",
+        f"{host['cpu']}, {host['cores']} cores, {host['memory_gb']} GB, load beforehand {host['load_before']:.2f}.",
+    ]
+    for name, peer in result["peers"].items():
         if peer["seconds"] is not None:
             versions = ", ".join(f"{package} {version}" for package, version in peer["versions"].items())
             rows.append(f"{name}: {versions}.")
-    return "\n".join(rows + sweep_table(told))
+    return "\n".join(rows + sweep_table(result))
 
 
-def sweep_table(told: dict[str, Any]) -> list[str]:
+def sweep_table(result: dict[str, Any]) -> list[str]:
     """Markdown of the sweeps, if there are any."""
-    if not told["sweeps"]:
+    if not result["sweeps"]:
         return []
-    names = [name for name in OURS if name in told["sweeps"][0]]
+    names = [name for name in OURS if name in result["sweeps"][0]]
     rows = ["", "| along | at | " + " | ".join(f"{name}: rounds/s | MB" for name in names) + " |"]
     rows += ["| --- | ---: |" + " ---: | ---: |" * len(names)]
-    for point in told["sweeps"]:
+    for point in result["sweeps"]:
         cells = []
         for name in names:
             rate = point[name]["rounds_per_second"]
@@ -57,26 +60,26 @@ def sweep_table(told: dict[str, Any]) -> list[str]:
     return rows
 
 
-def figure(told: dict[str, Any], path: Path) -> None:
+def figure(result: dict[str, Any], path: Path) -> None:
     """Bars of seconds a round on a log scale, shortest first, and the sweeps below if there are any."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    alongs = list(dict.fromkeys(point["along"] for point in told["sweeps"]))
+    alongs = list(dict.fromkeys(point["along"] for point in result["sweeps"]))
     shape = [["bars"] * len(alongs), alongs] if alongs else [["bars"]]
     fig, axes = plt.subplot_mosaic(shape, figsize=(8, 6.5 if alongs else 3.5), layout="constrained")
-    _bars(axes["bars"], told)
+    _bars(axes["bars"], result)
     titles = {"cohort": "clients in a round", "samples": "samples of a client", "hidden": "hidden units"}
     for along in alongs:
-        _lines(axes[along], told, along, titles[along])
+        _lines(axes[along], result, along, titles[along])
     fig.savefig(path, dpi=150)
     plt.close(fig)
 
 
-def _bars(ax: Any, told: dict[str, Any]) -> None:
-    measured = {name: peer for name, peer in told["peers"].items() if peer["seconds"] is not None}
+def _bars(ax: Any, result: dict[str, Any]) -> None:
+    measured = {name: peer for name, peer in result["peers"].items() if peer["seconds"] is not None}
     names = sorted(measured, key=lambda name: -measured[name]["seconds"])
     for place, name in enumerate(names):
         each = measured[name]["spread"]
@@ -85,7 +88,7 @@ def _bars(ax: Any, told: dict[str, Any]) -> None:
         ax.plot([each["min"], each["max"]], [place + 0.32] * 2, color="grey", linewidth=3)
         written = {"va": "center", "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}}
         ax.text(max(each["median"], each["max"]) * 1.1, place, f"{each['median']:.3g} s", **written)
-    floor = told["naive_at_peak"]
+    floor = result["naive_at_peak"]
     ax.axvline(floor, color="black", linestyle="--", linewidth=1)
     ax.annotate(
         "plain arithmetic, two models, at the matrix-product peak", (floor, len(names) - 0.4), fontsize=8, xytext=(3, 2),
@@ -100,9 +103,9 @@ def _bars(ax: Any, told: dict[str, Any]) -> None:
     ax.set_xlabel("seconds a round (median; grey: from shortest to longest)")
 
 
-def _lines(ax: Any, told: dict[str, Any], along: str, title: str) -> None:
+def _lines(ax: Any, result: dict[str, Any], along: str, title: str) -> None:
     for name, style in zip(OURS, ("o-", "s--"), strict=False):
-        points = [point for point in told["sweeps"] if point["along"] == along and name in point]
+        points = [point for point in result["sweeps"] if point["along"] == along and name in point]
         points = [point for point in points if point[name]["rounds_per_second"]]
         values = [point["value"] for point in points]
         ax.plot(values, [point[name]["rounds_per_second"] for point in points], style, color="black", label=name)

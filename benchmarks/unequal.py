@@ -3,7 +3,7 @@
     python benchmarks/unequal.py                    clients in the sizes of TFF's federated EMNIST, digits
     python benchmarks/unequal.py --data writers     the 836 real writers of MNIST, from the data directory
 
-The ideal is measured, not counted: populations in which all clients have n examples give the seconds of a client of n, for
+The ideal is measured, not counted: datas in which all clients have n examples give the seconds of a client of n, for
 several n, and straight lines between them. The same training as the paper's FMNIST, with personal models.
 """
 
@@ -27,10 +27,10 @@ COHORT = 100
 TRAINING = LocalTraining(50, 20, 0.01)
 
 
-def seconds(population: FederatedData, rounds: int) -> float:
+def seconds(data: FederatedData, rounds: int) -> float:
     """Seconds of a round with a cohort of a hundred."""
-    group = PrivacyGroup("all", population.num_clients, 1.0, COHORT / population.num_clients)
-    simulation = Simulation(population, mlp(), Mechanism((group,), AdaptiveClip(0.5), sampling="fixed"), TRAINING)
+    group = PrivacyGroup("all", data.num_clients, 1.0, COHORT / data.num_clients)
+    simulation = Simulation(data, mlp(), Mechanism((group,), AdaptiveClip(0.5), sampling="fixed"), TRAINING)
     ends = []
 
     def record(simulation: Simulation) -> None:
@@ -42,12 +42,12 @@ def seconds(population: FederatedData, rounds: int) -> float:
 
 
 def alike(size: int) -> FederatedData:
-    """Clients who all have this many examples, of nothing: only the time is of interest."""
+    """Clients who all have this many random images."""
     rng = np.random.default_rng(size)
     x_N = rng.integers(0, 256, (500 * size, 28, 28), dtype=np.uint8)
     y_N = rng.integers(0, 10, 500 * size).astype(np.int32)
-    made = examples(x_N, y_N, np.full(500, size))
-    return FederatedData("alike", made, made, x_N[:10], y_N[:10], 10)
+    clients = examples(x_N, y_N, np.full(500, size))
+    return FederatedData("alike", clients, clients, x_N[:10], y_N[:10], 10)
 
 
 def main() -> None:
@@ -55,27 +55,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Clients of unequal size beside the ideal.")
     parser.add_argument("--data", choices=("tff-sizes", "writers"), default="tff-sizes")
     parser.add_argument("--rounds", type=int, default=15)
-    given = parser.parse_args()
-    if given.data == "writers":
-        population = load_mnist("by_writer")
+    arguments = parser.parse_args()
+    if arguments.data == "writers":
+        data = load_mnist("by_writer")
     else:
         sizes, _ = tff_client_sizes(10, 0)
-        population = make_handwriting(
-            1000, split="by_writer", sizes=sizes[:1000].tolist(), test_samples=1, server_test=10
-        )
-    count_K = population.train.count_K
+        data = make_handwriting(1000, split="by_writer", sizes=sizes[:1000].tolist(), test_samples=1, server_test=10)
+    count_K = data.train.count_K
     grid = np.unique(np.linspace(count_K.min(), count_K.max(), 7).astype(int))
-    each = [seconds(alike(int(size)), given.rounds) / COHORT for size in grid]
-    for size, took in zip(grid, each, strict=True):
-        print(f"clients of {size:4d} examples: {1000 * took:.3f} ms a client")
-    ideal = COHORT * float(np.mean(np.interp(count_K, grid, each)))
-    really = seconds(population, given.rounds)
+    seconds_of_size = [seconds(alike(int(size)), arguments.rounds) / COHORT for size in grid]
+    for size, client_seconds in zip(grid, seconds_of_size, strict=True):
+        print(f"clients of {size:4d} examples: {1000 * client_seconds:.3f} ms a client")
+    ideal = COHORT * float(np.mean(np.interp(count_K, grid, seconds_of_size)))
+    measured = seconds(data, arguments.rounds)
     spread = np.quantile(count_K, [0, 0.25, 0.5, 0.75, 1]).astype(int).tolist()
-    print(f"{population.num_clients} clients of {spread} examples (quartiles): {1000 * really:.0f} ms a round,")
+    print(f"{data.num_clients} clients of {spread} examples (quartiles): {1000 * measured:.0f} ms a round,")
     print(
-        f"ideally {1000 * ideal:.0f} ms: {really / ideal:.2f} times the ideal; all at the size of the largest it would be"
+        f"ideally {1000 * ideal:.0f} ms: {measured / ideal:.2f} times the ideal; all at the size of the largest it would be"
     )
-    print(f"{COHORT * each[-1] / ideal:.2f} times")
+    print(f"{COHORT * seconds_of_size[-1] / ideal:.2f} times")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The work that is timed, the same for every peer, and how a peer is asked and answers. In plain numpy.
+"""The work that is timed, the same for every peer, and how a peer reads its task and writes its result. In plain numpy.
 
 The paper's non-IID MNIST round: 100 clients of 2,000, 30 images of at most two digits each, 25 epochs in batches of 20 and
 10, a 784-50-10 network of rectified units, gradient descent at rate 0.5, updates clipped as a whole, their mean, Gaussian
@@ -76,7 +76,7 @@ def data(work: Work) -> Data:
     return Data(draw(y_KM), y_KM, draw(server_y_N), server_y_N)
 
 
-def start(work: Work) -> list[np.ndarray]:
+def initial_model(work: Work) -> list[np.ndarray]:
     """The first global model: weights and biases of the two layers, inputs before outputs."""
     rng = np.random.default_rng([work.seed, 1])
     sizes = ((INPUTS, work.hidden), (work.hidden, CLASSES))
@@ -108,8 +108,8 @@ def flops(work: Work, models: int) -> int:
     return image * work.samples * work.epochs * work.cohort * models
 
 
-class Asked(NamedTuple):
-    """What a peer is asked to do."""
+class Task(NamedTuple):
+    """What a peer runs."""
 
     work: Work
     rounds: int
@@ -118,32 +118,36 @@ class Asked(NamedTuple):
     out: Path
 
 
-def asked() -> Asked:
-    """Read the question off the command line."""
+def read_task() -> Task:
+    """Read the task from the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--work", default="{}")
     parser.add_argument("--options", default="{}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    return Asked(
-        Work(**json.loads(given.work)), given.rounds, given.warm_up, json.loads(given.options), given.out.absolute()
+    arguments = parser.parse_args()
+    return Task(
+        Work(**json.loads(arguments.work)),
+        arguments.rounds,
+        arguments.warm_up,
+        json.loads(arguments.options),
+        arguments.out.absolute(),
     )
 
 
-def time_rounds(asked: Asked, run_round: Callable[[int], None]) -> list[float]:
-    """Play rounds, and how long each took once warm; ``run_round`` returns when the result is there."""
+def time_rounds(task: Task, run_round: Callable[[int], None]) -> list[float]:
+    """The seconds of each round after the warm-up; ``run_round`` returns when the result is computed."""
     seconds = []
-    for number in range(asked.warm_up + asked.rounds):
-        began = time.perf_counter()
+    for number in range(task.warm_up + task.rounds):
+        start = time.perf_counter()
         run_round(number)
-        seconds.append(time.perf_counter() - began)
-    return seconds[asked.warm_up :]
+        seconds.append(time.perf_counter() - start)
+    return seconds[task.warm_up :]
 
 
-def answer(
-    asked: Asked,
+def write_result(
+    task: Task,
     data: Data,
     seconds: list[float],
     steps: float,
@@ -151,18 +155,18 @@ def answer(
     versions: dict[str, str],
     **more: Any,
 ) -> None:
-    """Write down what was measured, with what shows that the work was done: steps of a round, loss before and after."""
-    told = {
+    """Write what was measured, and what proves the work: steps of a round, and the loss before and after."""
+    result = {
         "seconds": seconds,
         "steps": steps,
-        "loss_before": loss(start(asked.work), data),
+        "loss_before": loss(initial_model(task.work), data),
         "loss_after": loss(model, data),
-        "rounds_played": asked.warm_up + asked.rounds,
+        "rounds_played": task.warm_up + task.rounds,
         "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "versions": versions,
         **more,
     }
-    asked.out.write_text(json.dumps(told))
+    task.out.write_text(json.dumps(result))
 
 
 def gemm(product: Callable[[Any, Any], Any], size: int = 2048, times: int = 8) -> float:
@@ -171,7 +175,7 @@ def gemm(product: Callable[[Any, Any], Any], size: int = 2048, times: int = 8) -
     best = float("inf")
     product(a, a)
     for _ in range(times):
-        began = time.perf_counter()
+        start = time.perf_counter()
         product(a, a)
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best / 1e9

@@ -1,10 +1,10 @@
 """Your own data, model, levels, weights and optimizer: `python examples/own.py`, a quarter of a minute on two cores.
 
 The first two functions are all that a command needs: `fedhdp run examples/own.toml` compares algorithms on these clinics,
-keeps the run in a folder and can go on with it. What comes after them is the same in Python, with a server of its own.
+writes the run to a folder and can resume it. The rest does the same in Python, with an optax optimizer on the server.
 
 Six hundred clinics, with 15 to 60 patients each, predict how many days a patient stays from eight measurements. Clinics
-differ, so that each keeps a personal model; a third of them want strong privacy, a third some, a third none.
+differ, so each has a personal model. A third of them choose strong privacy, a third some, a third none.
 """
 
 import jax
@@ -24,17 +24,17 @@ from fedhdp.simulation import Simulation
 ROUNDS, DELTA = 60, 1e-3
 
 
-# Data: examples lie client after client, with how many each has. Every client is in the test part too, if only with 0.
-def population(seed):
+# Data: the examples of one client after the other, and each client's count. A client without test examples has the count 0.
+def data(seed):
     rng = np.random.default_rng(seed)
     counts = rng.integers(15, 61, 600)
     shared = 2 * rng.normal(size=(8, 1))
-    own = [shared + 0.5 * rng.normal(size=(8, 1)) for _ in counts]
+    rules = [shared + 0.5 * rng.normal(size=(8, 1)) for _ in counts]
 
     def patients(counts):
-        """Measurements, and the days that each clinic's own rule gives them: of the shape of the model's outputs."""
+        """Measurements, and the days by each clinic's rule, in the shape of the model's outputs."""
         x = rng.normal(size=(counts.sum(), 8)).astype(np.float32)
-        y = np.concatenate([part @ rule for part, rule in zip(np.split(x, np.cumsum(counts)[:-1]), own, strict=True)])
+        y = np.concatenate([part @ rule for part, rule in zip(np.split(x, np.cumsum(counts)[:-1]), rules, strict=True)])
         return x, (y + 0.1 * rng.normal(size=y.shape)).astype(np.float32)
 
     train, test = examples(*patients(counts), counts), examples(*patients(counts // 5), counts // 5)
@@ -62,37 +62,37 @@ def model():
 NESTEROV = optax.sgd(0.5, momentum=0.5, nesterov=True)
 
 
-# The promise: who chose which epsilon. Groups take the clients in order; the noise is found, the weights are an idea.
+# The mechanism: groups take the clients in order. `calibrate` computes each group's noise from its epsilon.
 groups = [PrivacyGroup(name, 200, 0.0, sampling_rate=0.2, pull=0.1) for name in ("none", "some", "strong")]
 mechanism = Mechanism(tuple(groups), clip=AdaptiveClip(initial=1.0))
 mechanism = calibrate(mechanism, {"some": 8.0, "strong": 2.0}, ROUNDS, DELTA)
 
 
 def by_noise(mechanism):
-    """A weighting rule: one over the square of the noise, and 1 for those without."""
+    """Weights of one over the squared noise multiplier, at most 1."""
     weight = {group.name: 1 / max(group.noise_multiplier, 1.0) ** 2 for group in mechanism.groups}
     return replace(mechanism, groups=tuple(replace(group, weight=weight[group.name]) for group in mechanism.groups))
 
 
 if __name__ == "__main__":
-    clinics, net = population(seed=0), model()
+    clinics, net = data(seed=0), model()
     training = LocalTraining(epochs=3, batch_size=10, learning_rate=0.02)
-    rules = {"all alike": mechanism, "by their noise": by_noise(mechanism)}
-    for rdp, pld in reports_by_accountant(rules["by their noise"], ROUNDS, DELTA):
+    mechanisms = {"equal": mechanism, "by noise": by_noise(mechanism)}
+    for rdp, pld in reports_by_accountant(mechanisms["by noise"], ROUNDS, DELTA):
         print(f"{rdp}, by PLD {format_epsilon(pld.epsilon)}")
-    simulation = Simulation(clinics, net, list(rules.values()), training, NESTEROV)
+    simulation = Simulation(clinics, net, list(mechanisms.values()), training, NESTEROV)
     simulation.run(ROUNDS)
-    for name, rows in zip(rules, simulation.evaluate(), strict=True):
-        print(name)
+    for name, rows in zip(mechanisms, simulation.evaluate(), strict=True):
+        print(f"{name} weights")
         for row in rows:
             if row.metric == "accuracy":  # the mean score, whatever it is
                 print(f"  {row.group:8} {row.model:9} {row.value:.3f}")
 
-    # Each clinic by itself: what it scores, and its own model as the function that it is.
+    # Each clinic's scores, and a personal model as a function.
     scores = simulation.client_scores()
-    for number, name in enumerate(rules):
+    for number, name in enumerate(mechanisms):
         better = scores["personal"][:, number] > scores["global"][:, number]
-        print(f"with weights {name}, their own models are better for {better.sum()} of {len(better)} clinics")
+        print(f"{name} weights: the personal model is better for {better.sum()} of {len(better)} clinics")
     theta = simulation.model(client=3, number=1)
     days = net.apply(theta, clinics.train.x_N[clinics.train.start_K[3] :][:3], None)[:, 0]
-    print("what clinic 3 expects for its first patients:", ", ".join(f"{one:.1f}" for one in days))
+    print("days that clinic 3 predicts for its first patients:", ", ".join(f"{value:.1f}" for value in days))

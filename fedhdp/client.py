@@ -43,7 +43,7 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         personalize: Whether clients have personal models.
         personal_epochs: Epochs of the personal model in each round; by default as many as ``epochs``.
         proximal: The pull of the global model towards its start (FedProx).
-        whole_batches: Whether an epoch leaves out a last batch that is incomplete, unless it is the only one.
+        drop_remainder: Whether an epoch leaves out a last batch that is incomplete, unless it is the only one.
 
     Raises:
         InvalidValueError: If a field is out of its range.
@@ -58,7 +58,7 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     personalize: bool = True
     personal_epochs: int | None = None
     proximal: float = 0.0
-    whole_batches: bool = False
+    drop_remainder: bool = False
 
     def __post_init__(self) -> None:
         require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
@@ -96,7 +96,7 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def batches(self, count: Any) -> Any:
         """The number of batches of an epoch over so many examples; an int for an int, an array for an array."""
-        if self.whole_batches:
+        if self.drop_remainder:
             return count // self.batch_size + ((count > 0) & (count < self.batch_size))
         return -(-count // self.batch_size)
 

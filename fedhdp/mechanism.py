@@ -35,6 +35,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fedhdp.errors import require
@@ -205,6 +206,16 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def client_group_indices(self) -> NDArray[np.int32]:
         """The index of each client's group."""
         return np.repeat(np.arange(len(self.groups), dtype=np.int32), [group.clients for group in self.groups])
+
+    @property
+    def without_pulls(self) -> Mechanism:
+        """The mechanism as the server sees it: personal models, and so pulls, never reach the server."""
+        return replace(self, groups=tuple(replace(group, pull=0.0) for group in self.groups))
+
+    @property
+    def cohort_distribution(self) -> tuple[object, ...]:
+        """What decides who is sampled: mechanisms with the same value can draw the same cohorts."""
+        return self.sampling, tuple((group.clients, group.sampling_rate) for group in self.groups)
 
     @property
     def initial_clip(self) -> float:

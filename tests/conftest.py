@@ -26,6 +26,6 @@ def _forget_what_was_compiled():
 
 
 @pytest.fixture(scope="session")
-def population() -> FederatedData:
+def data() -> FederatedData:
     """Nineteen clients, from one example each to thirteen."""
     return tiny_data([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6])

@@ -49,7 +49,7 @@ def client_update(theta_0: Network, theta_j: Network, x: np.ndarray, y: np.ndarr
     """ClientUpdate, line by line."""
     theta = dict(theta_0)
     batches = [order[i : i + training.batch_size] for i in range(0, len(order), training.batch_size)]
-    if training.whole_batches and len(batches) > 1 and len(batches[-1]) < training.batch_size:
+    if training.drop_remainder and len(batches) > 1 and len(batches[-1]) < training.batch_size:
         batches = batches[:-1]
     for epoch in range(training.epochs):
         for batch in batches:
@@ -62,7 +62,7 @@ def client_update(theta_0: Network, theta_j: Network, x: np.ndarray, y: np.ndarr
     return flat(theta) - flat(theta_0), theta_j
 
 
-def train(population: FederatedData, mechanism: Mechanism, training: LocalTraining, network: Network, rounds: int, seed: int,
+def train(data: FederatedData, mechanism: Mechanism, training: LocalTraining, network: Network, rounds: int, seed: int,
           noise_seed: int) -> tuple[np.ndarray, float, dict[int, np.ndarray]]:  # fmt: skip
     """The global model, the clip and the personal models after some rounds."""
     theta, personal = network, {}
@@ -77,9 +77,9 @@ def train(population: FederatedData, mechanism: Mechanism, training: LocalTraini
         bits, came = [], [0 for _ in mechanism.groups]
         for j in cohort:
             i = group_of[j]
-            start, count = population.train.start_K[j], population.train.count_K[j]
-            x = population.train.x_N[start : start + count] / 255.0
-            y = population.train.y_N[start : start + count]
+            start, count = data.train.start_K[j], data.train.count_K[j]
+            x = data.train.x_N[start : start + count] / 255.0
+            y = data.train.y_N[start : start + count]
             order = np.asarray(shuffle(jax.random.fold_in(batch_key, int(j)), count, int(count)))
             personal.setdefault(j, theta)
             pull = mechanism.groups[i].pull

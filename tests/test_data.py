@@ -20,24 +20,24 @@ def test_examples_from_lists():
         examples(np.zeros((2, 1)), np.zeros(2), [1.5, 0.5])
 
 
-def test_held_out_examples_are_never_trained_on(population):
-    chosen = hold_out(population, 0.3, seed=5)
-    for k in range(population.num_clients):
+def test_held_out_examples_are_never_trained_on(data):
+    chosen = hold_out(data, 0.3, seed=5)
+    for k in range(data.num_clients):
         parts = []
-        for part in (chosen.train, chosen.validation, population.train):
+        for part in (chosen.train, chosen.validation, data.train):
             here = slice(part.start_K[k], part.start_K[k] + part.count_K[k])
             parts.append(sorted(map(bytes, part.x_N[here])))
         assert sorted(parts[0] + parts[1]) == parts[2]
-        assert bool(parts[1]) == (population.train.count_K[k] > 1)
+        assert bool(parts[1]) == (data.train.count_K[k] > 1)
         assert parts[0]
 
 
-def test_held_out_examples_of_a_client_do_not_depend_on_others(population):
+def test_held_out_examples_of_a_client_do_not_depend_on_others(data):
     def held_out(first: int) -> list[list[int]]:
         sizes = [first, 12, 20, 30]
         y_N = np.concatenate([np.arange(size) for size in sizes])  # each example by its number among its client's
         train = examples(np.zeros((len(y_N), 12), np.uint8), y_N, sizes)
-        kept = hold_out(population._replace(train=train), 0.25, seed=3).validation
+        kept = hold_out(data._replace(train=train), 0.25, seed=3).validation
         return [
             kept.y_N[start : start + count].tolist() for start, count in zip(kept.start_K, kept.count_K, strict=True)
         ][1:]

@@ -24,7 +24,7 @@ def apply(model: Model):
     return lambda theta, batch: model.apply(theta, batch.x_B, batch.key)
 
 
-@pytest.mark.parametrize("settings", [{}, {"whole_batches": True}, {"proximal": 0.8}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"drop_remainder": True}, {"proximal": 0.8}], ids=str)
 @pytest.mark.parametrize("count", [2, 9, 23])  # an incomplete batch, three batches, six batches
 @pytest.mark.parametrize("static", [True, False])
 def test_local_train_is_the_plain_loop(count, settings, static):
@@ -83,11 +83,11 @@ def test_shuffle_does_not_depend_on_padding():
     assert not np.array_equal(tight[:7], np.asarray(shuffle(jax.random.key(6), 7, 8))[:7])
 
 
-@pytest.mark.parametrize("whole_batches", [False, True])
-def test_batches_of_an_int_are_those_of_an_array(whole_batches):
-    training = LocalTraining(batch_size=4, whole_batches=whole_batches)
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_batches_of_an_int_are_those_of_an_array(drop_remainder):
+    training = LocalTraining(batch_size=4, drop_remainder=drop_remainder)
     counts = [0, 1, 3, 4, 5, 8, 11]
-    expected = [0, 1, 1, 1, 1, 2, 2] if whole_batches else [0, 1, 1, 1, 2, 2, 3]
+    expected = [0, 1, 1, 1, 1, 2, 2] if drop_remainder else [0, 1, 1, 1, 2, 2, 3]
     assert [training.batches(count) for count in counts] == expected
     np.testing.assert_array_equal(training.batches(jnp.array(counts)), expected)
 

@@ -1,4 +1,4 @@
-"""FedJAX: its federated averaging, unchanged. It has no clipping and no noise, so it does less than is asked."""
+"""FedJAX: its federated averaging, unchanged. It has no clipping and no noise, so it does less than the others."""
 
 import os
 import sys
@@ -9,9 +9,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import work as w
 
-asked = w.asked()
-if asked.options.get("devices", 1) > 1:  # before JAX starts
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={asked.options['devices']}"
+task = w.read_task()
+if task.options.get("devices", 1) > 1:  # before JAX starts
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={task.options['devices']}"
 
 import fedjax  # noqa: E402
 import jax  # noqa: E402
@@ -20,7 +20,7 @@ import jaxlib  # noqa: E402
 import numpy as np  # noqa: E402
 from fedjax.algorithms import fed_avg  # noqa: E402
 
-work, data = asked.work, w.data(asked.work)
+work, data = task.work, w.data(task.work)
 steps = 0
 
 
@@ -34,7 +34,7 @@ class Client(fedjax.ClientDataset):
         x = x.astype(np.float32) / 255
         cuts = range(0, len(self), hparams.batch_size)
         batches = [{"x": x[cut : cut + hparams.batch_size], "y": y[cut : cut + hparams.batch_size]} for cut in cuts]
-        if asked.options.get("backend") != "pmap":  # that one stacks clients in numpy itself
+        if task.options.get("backend") != "pmap":  # that one stacks clients in numpy itself
             batches = jax.device_put(batches)
         steps += hparams.num_epochs * len(batches)
         return [batch for _ in range(hparams.num_epochs) for batch in batches]
@@ -48,14 +48,14 @@ def loss(model, batch, rng):
 def main() -> None:
     x_KM = data.x_KM.reshape(work.clients, work.samples, w.INPUTS)
     y_KM = data.y_KM.astype(np.int32)
-    fedjax.set_for_each_client_backend(asked.options.get("backend", "jit"))
+    fedjax.set_for_each_client_backend(task.options.get("backend", "jit"))
     algorithm = fed_avg.federated_averaging(
         fedjax.grad(loss),
         fedjax.optimizers.sgd(work.learning_rate),
         fedjax.optimizers.sgd(1.0),
         fedjax.ShuffleRepeatBatchHParams(batch_size=work.batch, num_epochs=work.epochs),
     )
-    state = algorithm.init(dict(zip(("w1", "b1", "w2", "b2"), map(jnp.asarray, w.start(work)), strict=True)))
+    state = algorithm.init(dict(zip(("w1", "b1", "w2", "b2"), map(jnp.asarray, w.initial_model(work)), strict=True)))
 
     def run_round(number: int) -> None:
         nonlocal state
@@ -65,10 +65,10 @@ def main() -> None:
         state, _ = algorithm.apply(state, clients)
         jax.block_until_ready(state.params)
 
-    seconds = w.time_rounds(asked, run_round)
+    seconds = w.time_rounds(task, run_round)
     parts = [np.asarray(state.params[name]) for name in ("w1", "b1", "w2", "b2")]
     versions = {"fedjax": version("fedjax"), "jax": jax.__version__, "jaxlib": jaxlib.__version__}
-    w.answer(asked, data, seconds, steps / (asked.warm_up + asked.rounds), parts, versions)
+    w.write_result(task, data, seconds, steps / (task.warm_up + task.rounds), parts, versions)
 
 
 main()

@@ -5,6 +5,7 @@ The rounds run from Python; the runtime is the one behind ``flwr run``.
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import sys
@@ -46,8 +47,8 @@ def train(message: Message, context: Context) -> Message:
     client = int(context.node_config["partition-id"])
     local = list(net.parameters())
     with torch.no_grad():
-        for mine, part in zip(local, message.content["arrays"].to_numpy_ndarrays(), strict=True):
-            mine.copy_(torch.from_numpy(part))
+        for parameter, part in zip(local, message.content["arrays"].to_numpy_ndarrays(), strict=True):
+            parameter.copy_(torch.from_numpy(part))
     optimizer = torch.optim.SGD(local, lr=work.learning_rate, fused=True)
     loss = torch.nn.CrossEntropyLoss()
     order = torch.randperm(work.samples)
@@ -60,7 +61,7 @@ def train(message: Message, context: Context) -> Message:
             loss(net(x_B), y_B).backward()
             optimizer.step()
             steps += 1
-    arrays = ArrayRecord([mine.detach().numpy() for mine in local])
+    arrays = ArrayRecord([parameter.detach().numpy() for parameter in local])
     metrics = MetricRecord({"num-examples": work.samples, "steps": steps})
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 
@@ -68,9 +69,9 @@ def train(message: Message, context: Context) -> Message:
 def main() -> None:
     from flower_rounds import client_app  # workers find it by this name
 
-    asked = w.asked()
-    work, data = asked.work, w.data(asked.work)
-    server_app, told = ServerApp(), {}
+    task = w.read_task()
+    work, data = task.work, w.data(task.work)
+    server_app, outcome = ServerApp(), {}
 
     @server_app.main()
     def serve(grid: Grid, context: Context) -> None:
@@ -84,17 +85,16 @@ def main() -> None:
         strategy = DifferentialPrivacyServerSideFixedClipping(
             average, noise_multiplier=work.noise_multiplier, clipping_norm=work.clip, num_sampled_clients=work.cohort
         )
-        times = []
-        told["times"] = times
-        told["result"] = strategy.start(
+        times = outcome["times"] = []
+        outcome["result"] = strategy.start(
             grid=grid,
-            initial_arrays=ArrayRecord([part.T.copy() for part in w.start(work)]),
+            initial_arrays=ArrayRecord([part.T.copy() for part in w.initial_model(work)]),
             train_config=ConfigRecord({"work": json.dumps(dataclasses.asdict(work))}),
-            num_rounds=asked.warm_up + asked.rounds,
+            num_rounds=task.warm_up + task.rounds,
             evaluate_fn=lambda number, arrays: times.append(time.perf_counter()),
         )
 
-    workers = asked.options.get("workers", 2)
+    workers = task.options.get("workers", 2)
     run_simulation(
         server_app,
         client_app,
@@ -104,12 +104,12 @@ def main() -> None:
     import flwr
     import ray
 
-    seconds = [after - before for before, after in zip(told["times"], told["times"][1:], strict=False)][asked.warm_up :]
-    result = told["result"]
+    seconds = [after - before for before, after in itertools.pairwise(outcome["times"])][task.warm_up :]
+    result = outcome["result"]
     steps = [metrics["steps"] * work.cohort for metrics in result.train_metrics_clientapp.values()]
     parts = [part.T for part in result.arrays.to_numpy_ndarrays()]
     versions = {"flwr": flwr.__version__, "ray": ray.__version__, "torch": torch.__version__}
-    w.answer(asked, data, seconds, sum(steps) / len(steps), parts, versions, workers=workers)
+    w.write_result(task, data, seconds, sum(steps) / len(steps), parts, versions, workers=workers)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ import work as w
 
 
 def main() -> None:
-    asked = w.asked()
+    task = w.read_task()
     product = jax.jit(jnp.matmul)
-    size = asked.options.get("size", 2048)
+    size = task.options.get("size", 2048)
     rates = {
         "numpy": w.gemm(np.matmul, size),
         "jax": w.gemm(lambda a, b: product(jnp.asarray(a), jnp.asarray(b)).block_until_ready(), size),
     }
-    asked.out.write_text(json.dumps({"gemm": rates}))
+    task.out.write_text(json.dumps({"gemm": rates}))
 
 
 main()

@@ -33,9 +33,9 @@ def rounds() -> None:
     from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism
     from pfl.version import __version__
 
-    asked = w.asked()
-    work, data = asked.work, w.data(asked.work)
-    torch.set_num_threads(asked.options.get("threads", 1))
+    task = w.read_task()
+    work, data = task.work, w.data(task.work)
+    torch.set_num_threads(task.options.get("threads", 1))
     np.random.seed(work.seed)  # the same in every process, or they would draw different cohorts
     steps = 0
 
@@ -54,7 +54,7 @@ def rounds() -> None:
             return {}
 
     class Clock(TrainingProcessCallback):
-        """When each round ended."""
+        """The time at which each round ends."""
 
         def __init__(self) -> None:
             self.times: list[float] = []
@@ -69,8 +69,8 @@ def rounds() -> None:
 
     net = Net()
     with torch.no_grad():
-        for mine, part in zip(net.parameters(), w.start(work), strict=True):
-            mine.copy_(torch.from_numpy(part.T))
+        for parameter, part in zip(net.parameters(), w.initial_model(work), strict=True):
+            parameter.copy_(torch.from_numpy(part.T))
     model = PyTorchModel(
         net, partial(torch.optim.SGD, fused=True), central_optimizer=torch.optim.SGD(net.parameters(), lr=1.0)
     )
@@ -83,12 +83,12 @@ def rounds() -> None:
     train = FederatedDataset(client, get_user_sampler("minimize_reuse", list(range(work.clients))))
     privacy = CentrallyAppliedPrivacyMechanism(GaussianMechanism(work.clip, work.noise_multiplier))
     backend = SimulatedBackend(training_data=train, val_data=train, postprocessors=[privacy])
-    played = asked.warm_up + asked.rounds
+    total_rounds = task.warm_up + task.rounds
     clock = Clock()
     FederatedAveraging().run(
         NNAlgorithmParams(
-            central_num_iterations=played,
-            evaluation_frequency=played + 1,
+            central_num_iterations=total_rounds,
+            evaluation_frequency=total_rounds + 1,
             train_cohort_size=work.cohort,
             val_cohort_size=0,
         ),
@@ -105,13 +105,13 @@ def rounds() -> None:
         torch.distributed.all_reduce(total)
         steps = total.item()
     if pytorch_ops.distributed.global_rank == 0:
-        seconds = np.diff(clock.times)[asked.warm_up :].tolist()
+        seconds = np.diff(clock.times)[task.warm_up :].tolist()
         parts = [part.detach().numpy().T for part in net.parameters()]
-        w.answer(
-            asked,
+        w.write_result(
+            task,
             data,
             seconds,
-            steps / played,
+            steps / total_rounds,
             parts,
             {"pfl": __version__, "torch": torch.__version__},
             processes=world,
@@ -126,20 +126,20 @@ def processes(count: int) -> None:
             free.bind(("localhost", 0))
             ports.append(free.getsockname()[1])
     addresses = ",".join(f"localhost:{port}" for port in ports)
-    started = [
+    workers = [
         subprocess.Popen(
             [sys.executable, *sys.argv],
             env={**os.environ, "PFL_WORKER_ADDRESSES": addresses, "PFL_WORKER_RANK": str(rank)},
         )
         for rank in range(count)
     ]
-    ended = [process.wait() for process in started]
-    if any(ended):
+    codes = [process.wait() for process in workers]
+    if any(codes):
         raise SystemExit("a process failed")
 
 
 if __name__ == "__main__":
-    count = w.asked().options.get("processes", 1)
+    count = w.read_task().options.get("processes", 1)
     if count > 1 and "PFL_WORKER_RANK" not in os.environ:
         processes(count)
     else:

@@ -11,13 +11,13 @@ import work as w
 
 
 def main() -> None:
-    asked = w.asked()
-    work, data = asked.work, w.data(asked.work)
-    threads = asked.options.get("threads", 1)
+    task = w.read_task()
+    work, data = task.work, w.data(task.work)
+    threads = task.options.get("threads", 1)
     torch.set_num_threads(threads)
     x_KM = torch.from_numpy(data.x_KM).reshape(work.clients, work.samples, w.INPUTS)
     y_KM = torch.from_numpy(data.y_KM)
-    parts = [torch.from_numpy(part) for part in w.start(work)]
+    parts = [torch.from_numpy(part) for part in w.initial_model(work)]
     net = torch.nn.Sequential(
         torch.nn.Linear(w.INPUTS, work.hidden), torch.nn.ReLU(), torch.nn.Linear(work.hidden, w.CLASSES)
     )
@@ -44,26 +44,26 @@ def main() -> None:
         total = [torch.zeros_like(part) for part in theta]
         for client in cohort:
             with torch.no_grad():
-                for mine, part in zip(local, theta, strict=True):
-                    mine.copy_(part)
+                for parameter, part in zip(local, theta, strict=True):
+                    parameter.copy_(part)
             train(int(client))
             with torch.no_grad():
-                update = [mine - part for mine, part in zip(local, theta, strict=True)]
+                update = [parameter - part for parameter, part in zip(local, theta, strict=True)]
                 norm = torch.sqrt(sum(part.square().sum() for part in update))
                 scale = torch.clamp(work.clip / norm, max=1.0)
-                for sum_, part in zip(total, update, strict=True):
-                    sum_ += scale * part
-        for part, sum_ in zip(theta, total, strict=True):
-            part += (sum_ + work.clip * work.noise_multiplier * torch.randn_like(part)) / work.cohort
+                for total_part, part in zip(total, update, strict=True):
+                    total_part += scale * part
+        for part, total_part in zip(theta, total, strict=True):
+            part += (total_part + work.clip * work.noise_multiplier * torch.randn_like(part)) / work.cohort
 
-    seconds = w.time_rounds(asked, run_round)
+    seconds = w.time_rounds(task, run_round)
     model = [part.numpy().T if part.ndim == 2 else part.numpy() for part in theta]
     peak = w.gemm(lambda a, b: torch.from_numpy(a) @ torch.from_numpy(b))
-    w.answer(
-        asked,
+    w.write_result(
+        task,
         data,
         seconds,
-        steps / (asked.warm_up + asked.rounds),
+        steps / (task.warm_up + task.rounds),
         model,
         {"torch": torch.__version__},
         gemm_gflops=peak,

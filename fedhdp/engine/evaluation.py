@@ -6,12 +6,12 @@ examples, P parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
 
-from fedhdp.data import Examples, FederatedData
+from fedhdp.data import FederatedData
 from fedhdp.engine.examples import ShardedExamples
 from fedhdp.engine.personal_store import MemoryMappedPersonalModels, ShardedPersonalModels
 from fedhdp.engine.placement import assign_slots, make_slot_table, partition_by_owner
@@ -29,10 +29,11 @@ class Evaluation:
         engine: The engine that scores models.
         data: The test sets.
         group_K: Each client's group.
+        run_of: Each mechanism's run.
     """
 
-    def __init__(self, engine: Engine, data: FederatedData, group_K: np.ndarray):
-        self.engine, self.data, self.group_K = engine, data, group_K
+    def __init__(self, engine: Engine, data: FederatedData, group_K: np.ndarray, run_of: Sequence[int]):
+        self.engine, self.data, self.group_K, self.run_of = engine, data, group_K, run_of
 
     @cached_property
     def _server_test(self) -> tuple[Array, Array]:
@@ -51,50 +52,52 @@ class Evaluation:
         return ShardedExamples(self.engine, self.data.validation)
 
     def on_server(self, theta_RP: Array) -> np.ndarray:
-        """Each global model's mean score on the server's test set; NaN without a test set."""
-        if len(self.data.server_y_N) == 0:
-            return np.full(theta_RP.shape[0], np.nan)
+        """Each global model's mean score on the server's test set, which is not empty."""
         score_NR = self.engine.fetch(self.engine.scores(theta_RP, *self._server_test))
         return score_NR[: len(self.data.server_y_N)].mean(axis=0)
 
-    def on_clients(self, theta_RP: Array, participated_K: np.ndarray, store: PersonalStore | None) -> np.ndarray:
+    def on_clients(
+        self, models: Mapping[str, Array], participated_K: np.ndarray, store: PersonalStore | None
+    ) -> dict[str, np.ndarray]:
         """Each client's mean scores on its test examples.
 
         Args:
-            theta_RP: The global models.
+            models: The global models of all runs, and their averages if there are such, by "global" and "average".
             participated_K: The clients who have personal models.
-            store: The personal models. None: score the global models only.
+            store: The personal models, if training personalizes.
 
         Returns:
-            score_KT: Each client's score of every global model, then of its personal ones. NaN without examples.
+            For each kind of model, score_KV: a client's score under each mechanism. NaN without examples.
         """
-        return self._scores(theta_RP, participated_K, store, self._test, self.data.test)
-
-    def on_held_out(self, theta_RP: Array, participated_K: np.ndarray, store: PersonalStore | None) -> np.ndarray:
-        """The same on the examples that clients hold out."""
-        assert self.data.validation is not None
-        return self._scores(theta_RP, participated_K, store, self._validation, self.data.validation)
+        theta_RP = models["global"]
+        runs = len(theta_RP)
+        score_KT = self._scores(theta_RP, participated_K, store, self._test)
+        scores = {"global": score_KT[:, self.run_of]}
+        if "average" in models:
+            scores["average"] = self._scores(models["average"], participated_K, None, self._test)[:, self.run_of]
+        if store is not None:
+            scores["personal"] = score_KT[:, runs:]
+            if self.data.validation is not None:
+                held_out_KT = self._scores(theta_RP, participated_K, store, self._validation)
+                scores["chosen"] = choose_pulls(self.run_of, held_out_KT[:, runs:], scores["personal"])
+        return scores
 
     def _scores(
-        self,
-        theta_RP: Array,
-        participated_K: np.ndarray,
-        store: PersonalStore | None,
-        sharded: ShardedExamples,
-        examples: Examples,
+        self, theta_RP: Array, participated_K: np.ndarray, store: PersonalStore | None, examples: ShardedExamples
     ) -> np.ndarray:
-        engine, clients = self.engine, np.flatnonzero(examples.count_K)
-        models = theta_RP.shape[0] + (0 if store is None else len(engine.run_V))
+        """Each client's score of every global model, then of its personal ones."""
+        engine, count_K = self.engine, examples.count_K
+        clients = np.flatnonzero(count_K)
+        models = len(theta_RP) + (0 if store is None else len(engine.run_V))
         score_KT = np.full((self.data.num_clients, models), np.nan)
         chunk = CHUNK if isinstance(store, MemoryMappedPersonalModels) else max(len(clients), 1)
         for first in range(0, len(clients), chunk):
             shares = partition_by_owner(engine, clients[first : first + chunk])
             layout = assign_slots(shares, engine.padded_cohort_size(max(map(len, shares))))
-            x_N, y_N, start_C = sharded.fetch(layout)
+            x_N, y_N, start_C = examples.fetch(layout)
             personal, row_C = (None, layout.place_C) if store is None else store.checkout(layout)
-            table = make_slot_table(engine, layout, self.group_K, start_C, examples.count_K, row_C, participated_K)
-            max_count = int(examples.count_K.max())
-            score_CT = engine.fetch(engine.client_scores(max_count, theta_RP, personal, x_N, y_N, table))
+            table = make_slot_table(engine, layout, self.group_K, start_C, count_K, row_C, participated_K)
+            score_CT = engine.fetch(engine.client_scores(int(count_K.max()), theta_RP, personal, x_N, y_N, table))
             score_KT[layout.client_C[layout.is_participating_C]] = score_CT[layout.is_participating_C]
             if store is not None and personal is not None:
                 store.release(personal)
@@ -102,16 +105,7 @@ class Evaluation:
 
 
 def choose_pulls(run_of: Sequence[int], held_out_KV: np.ndarray, score_KV: np.ndarray) -> np.ndarray:
-    """The scores when each client chooses, among the pulls of a run, the first that is best on what it holds out.
-
-    Args:
-        run_of: Each mechanism's run.
-        held_out_KV: The scores on the examples that clients hold out.
-        score_KV: The scores on their test examples.
-
-    Returns:
-        chosen_KV: For each client and mechanism, the score with the pull that the client chooses in the mechanism's run.
-    """
+    """The test scores when each client chooses the pull of a run that is best on its held-out examples."""
     chosen_KV, run_V = np.empty_like(score_KV), np.array(run_of)
     for run in set(run_of):
         of_run = np.flatnonzero(run_V == run)

@@ -8,14 +8,18 @@ Axis letters: K clients, C slots of a cohort, N examples, M examples of one clie
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 
-from fedhdp.data import Examples, ExampleSource
+from fedhdp.client import LocalTraining
+from fedhdp.data import Examples, ExampleSource, FederatedData
 from fedhdp.engine.low_rank import uses_low_rank
-from fedhdp.engine.placement import CohortLayout
-from fedhdp.engine.round import Engine
-from fedhdp.models import Array
+from fedhdp.engine.placement import CohortLayout, size_classes
+from fedhdp.engine.round import Engine, EngineConfig
+from fedhdp.models import Array, Model
 
 GIB = 2**30
 
@@ -25,6 +29,7 @@ class ShardedExamples:
 
     def __init__(self, engine: Engine, examples: Examples):
         devices, clients = engine.devices, len(examples.count_K)
+        self.count_K = examples.count_K
         shares = [np.arange(device, clients, devices) for device in range(devices)]
         size = max(1, *(int(examples.count_K[share].sum()) for share in shares))  # of each device's part
         x_N = np.zeros((devices * size, *examples.x_N.shape[1:]), examples.x_N.dtype)
@@ -97,6 +102,14 @@ def should_replicate(source: ExampleSource, partition_by_owner: bool) -> bool:
         and source.x_N.nbytes <= example_bytes_limit()
         and not (partition_by_owner and fits_sharded(source))
     )
+
+
+def engine_config(data: FederatedData, model: Model, training: LocalTraining, run_of: Sequence[int]) -> EngineConfig:
+    """The layout of the data and the number of models; ``run_of``: each mechanism's global model."""
+    sizes = size_classes(data.train, training.batch_size, several=model.head is not None)
+    replicated = should_replicate(data.train, partition_by_owner=training.personalize)
+    run_V, inputs = tuple(run_of) if training.personalize else (), math.prod(data.input_shape)
+    return EngineConfig(inputs, sizes, data.train.uniform_size, replicated, run_V, len(set(run_of)))
 
 
 def make_example_store(

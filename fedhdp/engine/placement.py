@@ -7,6 +7,7 @@ Axis letters: K clients, C slots of a cohort.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from fedhdp.data import ExampleSource
 from fedhdp.engine.round import Engine, SlotTable
+from fedhdp.mechanism import Mechanism
 from fedhdp.models import Array
 
 EMPTY_SLOT = -1
@@ -34,12 +36,7 @@ class CohortLayout(NamedTuple):
 
 
 def assign_slots(shares: list[np.ndarray], slots: int) -> CohortLayout:
-    """Assign each device's clients to its slots, in their order.
-
-    Args:
-        shares: The clients of each device; ``EMPTY_SLOT`` leaves a slot empty.
-        slots: The number of slots on all devices.
-    """
+    """Assign each device's clients to its slots, in their order; ``EMPTY_SLOT`` leaves a slot empty."""
     slots_each = slots // len(shares)
     client_C = np.full(slots, EMPTY_SLOT, np.int32)
     for device, share in enumerate(shares):
@@ -52,10 +49,7 @@ def assign_slots(shares: list[np.ndarray], slots: int) -> CohortLayout:
 def size_classes(source: ExampleSource, batch_size: int, several: bool = True) -> tuple[int, ...]:
     """The capacities at which clients train, in 1, 2, 3, 4, 6, 8, … batches; a client's follows from its own size alone.
 
-    Args:
-        source: The training examples.
-        batch_size: The clients' batch size.
-        several: Whether time grows with the capacity. If not, there is one capacity, as padding costs nothing.
+    With ``several`` False there is one capacity: for models whose time does not grow with it.
     """
     if source.uniform_size:
         return (int(source.count_K[0]),)
@@ -67,18 +61,10 @@ def size_classes(source: ExampleSource, batch_size: int, several: bool = True) -
 
 
 def group_by_size(clients: np.ndarray, count_K: np.ndarray, sizes: tuple[int, ...], chunk: int) -> np.ndarray:
-    """Order clients so that all of a chunk are of one size class, the largest first.
+    """Order a device's clients so that all of a chunk are of one size class, the largest first.
 
-    A client's result then does not depend on the sizes of the others.
-
-    Args:
-        clients: The clients of one device.
-        count_K: How many examples each client has.
-        sizes: The size classes.
-        chunk: How many clients train at a time.
-
-    Returns:
-        The clients, with ``EMPTY_SLOT`` where a class ends within a chunk.
+    A client's result then does not depend on the sizes of the others. ``EMPTY_SLOT`` follows a class that ends within a
+    chunk.
     """
     class_C = np.searchsorted(sizes[:-1], count_K[clients])
     parts = []
@@ -89,13 +75,46 @@ def group_by_size(clients: np.ndarray, count_K: np.ndarray, sizes: tuple[int, ..
 
 
 def partition_by_owner(engine: Engine, clients: np.ndarray) -> list[np.ndarray]:
-    """The clients on the devices that hold their examples and personal models."""
+    """The clients by the device that holds their examples and personal models."""
     return [clients[clients % engine.devices == device] for device in range(engine.devices)]
 
 
 def partition_evenly(engine: Engine, clients: np.ndarray) -> list[np.ndarray]:
-    """The clients on the devices, as many on each."""
+    """As many clients on each device."""
     return [clients[device :: engine.devices] for device in range(engine.devices)]
+
+
+class Placement:
+    """Lays cohorts out in slots, whose number rarely changes, so that a round rarely compiles.
+
+    Args:
+        engine: The engine whose devices have the slots.
+        mechanism: Its expected cohort decides how many slots there are.
+        count_K: How many examples each client has.
+        by_owner: Whether clients train on the devices that hold their personal models. Else they are spread evenly.
+    """
+
+    def __init__(self, engine: Engine, mechanism: Mechanism, count_K: np.ndarray, by_owner: bool):
+        self.engine, self.count_K, self.by_owner = engine, count_K, by_owner
+        expected = mechanism.expected_cohort_size() / engine.devices
+        fixed = mechanism.sampling == "fixed" and (not by_owner or engine.devices == 1)
+        spare = 0 if fixed else 4 * expected**0.5 + 1  # enough for all but the rarest cohorts
+        partial_chunks = (len(engine.config.sizes) - 1) * engine.chunk
+        self.slots = engine.padded_cohort_size(math.ceil(expected + spare + partial_chunks))
+
+    def layout(self, clients: np.ndarray) -> CohortLayout:
+        """The slots of a cohort; there are more from then on where they do not suffice."""
+        engine, sizes = self.engine, self.engine.config.sizes
+        if not engine.config.uniform_size:  # those with most examples first, so that chunks are alike
+            clients = clients[np.argsort(-self.count_K[clients], kind="stable")]
+        shares = partition_by_owner(engine, clients) if self.by_owner else partition_evenly(engine, clients)
+        while True:
+            chunk = engine.chunk_size(self.slots // engine.devices)
+            placed = [group_by_size(share, self.count_K, sizes, chunk) if len(sizes) > 1 else share for share in shares]
+            needed = max(map(len, placed))
+            if needed * engine.devices <= self.slots:
+                return assign_slots(placed, self.slots)
+            self.slots = engine.padded_cohort_size(needed)
 
 
 def make_slot_table(
@@ -107,17 +126,7 @@ def make_slot_table(
     row_C: np.ndarray,
     participated_K: np.ndarray,
 ) -> Array:
-    """The slot table of a cohort, on the devices.
-
-    Args:
-        engine: The engine.
-        layout: The client in each slot.
-        group_K: Each client's group.
-        start_C: Where each slot's examples begin on its device.
-        count_K: How many examples each client has.
-        row_C: Where each slot's personal models are on its device.
-        participated_K: The clients who have personal models.
-    """
+    """The slot table of a cohort, on the devices: see ``SlotTable`` for its columns."""
     client_C, is_participating_C = layout.client_C, layout.is_participating_C
     count_C = np.where(is_participating_C, count_K[client_C], 0)
     out_of_bounds_C = len(count_K) + len(client_C) + layout.place_C  # so that nothing is written

@@ -1,6 +1,6 @@
 """The data and the model that an experiment names: built-in ones, and those of a user's Python file.
 
-The file has one or both of two functions: ``population(seed)`` returns a ``FederatedData``, ``model()`` a ``Model``. A run
+The file has one or both of two functions: ``data(seed)`` returns a ``FederatedData``, ``model()`` a ``Model``. A run
 records the file's sha256; it is neither resumed nor repeated with a file that has changed.
 """
 
@@ -159,15 +159,15 @@ class PythonData(PythonFile, frozen=True, tag_field="name", tag="python"):
     validation: float = 0.0
 
     def load(self, mechanism: Mechanism, seed: int) -> FederatedData:
-        """Call the file's ``population(seed)``.
+        """Call the file's ``data(seed)``.
 
         Raises:
             DataError: If it returns no ``FederatedData``, or not as many clients as the experiment states.
         """
-        data = self.call("population", seed)
+        data = self.call("data", seed)
         if not isinstance(data, FederatedData):
             kind = type(data).__name__
-            raise DataError(f"population() of {self.file} must return a FederatedData, got {kind}", "population", kind)
+            raise DataError(f"data() of {self.file} must return a FederatedData, got {kind}", "data", kind)
         if data.num_clients != self.clients:
             message = f"data.clients must be {data.num_clients}, as {self.file} has, got {self.clients}"
             raise DataError(message, "data.clients", self.clients)

@@ -31,7 +31,7 @@ from fedhdp.results.store import (
     write_value,
 )
 from fedhdp.rng import os_entropy
-from fedhdp.simulation import Simulation, cohorts_of, global_training
+from fedhdp.simulation import Simulation
 
 
 def run(experiment: Experiment, out: Path, watch: Watch) -> Summary:
@@ -180,11 +180,11 @@ def _batches(experiment: Experiment, mechanisms: list[Mechanism], model: Model) 
     """
     by_training: dict[tuple, list[int]] = {}
     for number, mechanism in enumerate(mechanisms):
-        by_training.setdefault((global_training(mechanism), *experiment.overrides(number)), []).append(number)
+        by_training.setdefault((mechanism.without_pulls, *experiment.overrides(number)), []).append(number)
     limit = personal_bytes_limit() // 4  # the rest is for data and the computation of a round
     by_cohort: dict[tuple, list[list[int]]] = {}
     for (mechanism, training, server_optimizer), numbers in by_training.items():
-        batches = by_cohort.setdefault((cohorts_of(mechanism), training, server_optimizer), [])
+        batches = by_cohort.setdefault((mechanism.cohort_distribution, training, server_optimizer), [])
         size = personal_bytes(model, mechanism.clients) if training.personalize else 0
         if batches and experiment.ledger is None and (len(batches[-1]) + len(numbers)) * size <= limit:
             batches[-1] += numbers

@@ -19,7 +19,6 @@ from fedhdp.privacy.accounting import (
     PrivacyCost,
     compose,
     epsilon_best_of,
-    gaussian_cost,
     gaussian_epsilon,
     privacy_costs,
     reports_by_accountant,
@@ -156,7 +155,7 @@ def account_rounds(
         return compose([cost], delta, accountant) if tuning is None else epsilon_best_of(cost, *tuning, delta)
 
     def epsilon_at(noise: float) -> float:
-        return epsilon_of(gaussian_cost(noise, sampling_rate, rounds, sampling))
+        return epsilon_of(PrivacyCost(noise, sampling_rate, sampling, rounds))
 
     if target_epsilon is not None:
         require(noise_multiplier is None, "noise_multiplier", noise_multiplier, "None where a target is given")
@@ -166,7 +165,7 @@ def account_rounds(
     if noise_multiplier is None or not noise_multiplier < math.inf:
         message = f"noise_multiplier must be finite, or a target given, got {noise_multiplier}"
         raise InvalidValueError(message, "noise_multiplier", noise_multiplier)
-    cost = gaussian_cost(noise_multiplier, sampling_rate, rounds, sampling)
+    cost = PrivacyCost(noise_multiplier, sampling_rate, sampling, rounds).checked()
     epsilon, sensitivity = epsilon_of(cost), SENSITIVITY[sampling]
     points = sorted({round(rounds * point / CURVE_POINTS) for point in range(1, CURVE_POINTS + 1)})
     return RoundsReport(
@@ -301,7 +300,7 @@ def group_standing(ledger: Ledger, group: str, delta: float) -> GroupStanding:
     delta = budget.delta if budget else delta
     samplings = sorted({cost.sampling for cost in costs})
     composes = len(samplings) <= 1
-    mechanisms = [run.mechanism for run in ledger.runs() if group in privacy_costs(run.mechanism)]
+    mechanisms = [run.mechanism for run in ledger.runs() if group in {g.name for g in run.mechanism.sampled_groups}]
     left = None
     if budget and mechanisms and samplings in ([], [mechanisms[-1].sampling]):
         left = rounds_left(costs, privacy_costs(mechanisms[-1])[group], budget)

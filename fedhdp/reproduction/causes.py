@@ -28,7 +28,7 @@ from fedhdp.reproduction.summary import SUMMARY, published_means
 from fedhdp.reproduction.tables import TABLES, TableRow
 from fedhdp.results import store
 
-TRAINING = replace(PAPER_TRAINING, whole_batches=False, personalize=False)
+TRAINING = replace(PAPER_TRAINING, drop_remainder=False, personalize=False)
 CLIP = AdaptiveClip(initial=0.5)
 COLUMNS = ("non-private", "DP-FedAvg", "r = 0.025", "r = 0.1")
 PAPER_ROWS = (TableRow("non_private"), TableRow("dp_fedavg"), TableRow("fedhdp", 0.025), TableRow("fedhdp", 0.1))
@@ -104,10 +104,10 @@ def uniform_start() -> Model:
 
 CHOICES = {
     "base": Choice(),
-    "whole batches": Choice(replace(TRAINING, whole_batches=True)),
+    "whole batches": Choice(replace(TRAINING, drop_remainder=True)),
     "Poisson cohorts": Choice(sampling="poisson"),
     "cohorts of all clients": Choice(joint_cohorts=True),
-    "whole batches and cohorts of all clients": Choice(replace(TRAINING, whole_batches=True), joint_cohorts=True),
+    "whole batches and cohorts of all clients": Choice(replace(TRAINING, drop_remainder=True), joint_cohorts=True),
     "60 samples a client": Choice(samples=60),
     "20 samples a client": Choice(samples=20),
     "inputs standardized": Choice(preprocess=standardize),

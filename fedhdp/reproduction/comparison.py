@@ -180,7 +180,7 @@ def _notes(runs: list[FinishedRun], lines: Iterable[Line], table: PaperTable | N
             f"sampling rate {100 * rate:.3g}% instead of the paper's {100 * table.sampling_rate:g}%, for cohorts of the "
             f"same size from fewer clients: the epsilons are those above, not the paper's {table.epsilon:g}"
         )
-    if all(training.whole_batches for training in trainings):
+    if all(training.drop_remainder for training in trainings):
         notes.append("an epoch's last batch is skipped if it is partial; the paper does not say (--batches all)")
     for epochs in sorted({training.personal_epochs or 0 for training in trainings} - {0}):
         notes.append(f"personal models train for {epochs} of a round's epochs; the paper's algorithm trains for all")

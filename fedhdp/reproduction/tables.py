@@ -272,7 +272,7 @@ def apply_options(experiment: Experiment, options: Options) -> Experiment:
     """
     training = replace(
         experiment.training,
-        whole_batches=options.batches == "whole",
+        drop_remainder=options.batches == "whole",
         personal_epochs=options.personal_epochs,
         personalize=bool(options.pulls),
     )

@@ -6,11 +6,12 @@ Axis letters: K clients of the population.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import stdev
 
 import numpy as np
 
+from fedhdp.mechanism import SERVER
 from fedhdp.results.schema import MetricRow
 
 CONFIDENCE = 0.95
@@ -38,6 +39,31 @@ def group_rows(round: int, model: str, names: list[str], group_K: np.ndarray, sc
         values = {"accuracy": scores.mean(), "variance": scores.var(), "worst_decile": worst.mean()}
         rows += [MetricRow(round, name, model, metric, float(value)) for metric, value in values.items()]
     return rows
+
+
+def evaluation_rows(
+    round: int,
+    group_K: np.ndarray,
+    server_scores: Mapping[str, float],
+    client_scores: Mapping[str, np.ndarray],
+    clip: float,
+    refused: Mapping[str, float],
+) -> list[MetricRow]:
+    """The rows of a simulation's evaluation.
+
+    Args:
+        round: The round of the measurement.
+        group_K: Each client's index into the groups.
+        server_scores: The score on the server's test set, by the kind of model.
+        client_scores: Each client's score on its own test examples, by the kind of model.
+        clip: The clip of the next round.
+        refused: The updates refused so far, by group.
+    """
+    rows = [MetricRow(round, SERVER, model, "accuracy", score) for model, score in server_scores.items()]
+    for model, score_K in client_scores.items():
+        rows += group_rows(round, model, list(refused), group_K, score_K)
+    rows.append(MetricRow(round, SERVER, "global", "clip", clip))
+    return rows + [MetricRow(round, name, "global", "refused", float(count)) for name, count in refused.items()]
 
 
 def half_interval(values: Sequence[float]) -> float | None:

@@ -7,9 +7,17 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from fedhdp.mechanism import SERVER, Mechanism, PrivacyGroup
-from fedhdp.privacy.accounting import PrivacyCost, compose, is_accounting_installed, make_report, privacy_cost
+from fedhdp.privacy.accounting import (
+    PrivacyCost,
+    compose,
+    is_accounting_installed,
+    make_report,
+    privacy_cost,
+    privacy_costs,
+)
 
 
 class MetricRow(NamedTuple):
@@ -148,3 +156,29 @@ def attach_metrics(result: VariantResult, history: Iterable[MetricRow]) -> Varia
         group.average_accuracy = values.get((group.name, "average", "accuracy"))
         group.refused = int(values.get((group.name, "global", "refused"), 0))
     return result
+
+
+class SimulationResult(NamedTuple):
+    """The outcome of a simulation under one mechanism.
+
+    Attributes:
+        mechanism: The mechanism.
+        rounds: The number of completed rounds.
+        parameters: The global model, as arrays named by their path in the model.
+        scores: Each client's score at the end, by the kind of model (see `fedhdp.Simulation.client_scores`).
+        history: The metrics of every evaluation.
+        repeatable: Whether there was a noise seed, so that nothing is private.
+    """
+
+    mechanism: Mechanism
+    rounds: int
+    parameters: dict[str, np.ndarray]
+    scores: dict[str, np.ndarray]
+    history: list[MetricRow]
+    repeatable: bool
+
+    def result(self, name: str, delta: float = 1e-4) -> VariantResult:
+        """A row of a table, with each group's epsilon at this delta."""
+        costs = privacy_costs(self.mechanism, self.rounds)
+        groups = account_groups(self.mechanism, lambda name: [costs[name]], lambda name: delta)
+        return attach_metrics(VariantResult(name, "", self.rounds, 0.0, self.repeatable, groups), self.history)

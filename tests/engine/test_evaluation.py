@@ -15,12 +15,12 @@ from fedhdp.server import ServerOptimizer
 from fedhdp.simulation import simulate
 
 
-def test_metrics_agree_with_a_plain_loop(population):
-    simulation = trained(population, CHOSEN)
+def test_metrics_agree_with_a_plain_loop(data):
+    simulation = trained(data, CHOSEN)
     rows = {(r.group, r.model, r.metric): r.value for r in simulation.evaluate()[0]}
-    test = population.test
+    test = data.test
     scores = {"global": [], "personal": []}
-    for k in range(population.num_clients):
+    for k in range(data.num_clients):
         here = slice(test.start_K[k], test.start_K[k] + test.count_K[k])
         x, y = test.x_N[here] / np.float32(255), test.y_N[here]
         for model in scores:
@@ -36,13 +36,13 @@ def test_metrics_agree_with_a_plain_loop(population):
         first += group.clients
 
 
-def test_group_metrics_are_means_of_client_scores(population):
-    result = simulate(population, MODEL, CHOSEN, TRAINING, ServerOptimizer(average=0.5), rounds=2, seed=3, noise_seed=1)
+def test_group_metrics_are_means_of_client_scores(data):
+    result = simulate(data, MODEL, CHOSEN, TRAINING, ServerOptimizer(average=0.5), rounds=2, seed=3, noise_seed=1)
     assert set(result.scores) == {"global", "personal", "average"}
     rows = {(r.group, r.model, r.metric): r.value for r in result.history}
     group_K = CHOSEN.client_group_indices
     for model, score_K in result.scores.items():
-        assert score_K.shape == (population.num_clients,)
+        assert score_K.shape == (data.num_clients,)
         for number, group in enumerate(CHOSEN.groups):
             mine = score_K[group_K == number]
             assert rows[group.name, model, "accuracy"] == pytest.approx(mine.mean())
@@ -57,8 +57,8 @@ def test_the_worst_decile_of_thirty_clients_is_the_mean_of_three():
     assert rows["accuracy"] == pytest.approx(14.5 / 30)
 
 
-def test_each_client_chooses_the_best_pull_on_its_validation_examples(population):
-    chosen = hold_out(population, 0.3, seed=5)
+def test_each_client_chooses_the_best_pull_on_its_validation_examples(data):
+    chosen = hold_out(data, 0.3, seed=5)
     pulls = [replace(CHOSEN, groups=tuple(replace(g, pull=pull) for g in CHOSEN.groups)) for pull in (0.0, 0.5, 4.0)]
     simulation = trained(chosen, pulls, rounds=4)
     rows = simulation.evaluate()
@@ -82,8 +82,8 @@ def test_each_client_chooses_the_best_pull_on_its_validation_examples(population
         assert told == pytest.approx([expected[simulation.group_K == number].mean()] * 3, abs=1e-6)
 
 
-def test_a_server_without_a_test_set(population):
-    blind = population._replace(server_x_N=population.server_x_N[:0], server_y_N=population.server_y_N[:0])
+def test_a_server_without_a_test_set(data):
+    blind = data._replace(server_x_N=data.server_x_N[:0], server_y_N=data.server_y_N[:0])
     found = simulate(blind, MODEL, CHOSEN, TRAINING, rounds=1).result("x")
     assert found.server_accuracy is None
     assert found.groups[0].global_accuracy is not None

@@ -18,9 +18,9 @@ from fedhdp.models import mlp
 from fedhdp.simulation import Simulation
 
 
-def test_replicated_examples_change_nothing(population, monkeypatch):
-    train = population.train
-    shared = population._replace(train=examples_twice(train), test=examples_twice(population.test))
+def test_replicated_examples_change_nothing(data, monkeypatch):
+    train = data.train
+    shared = data._replace(train=examples_twice(train), test=examples_twice(data.test))
     many = replace(CHOSEN, groups=tuple(replace(group, clients=2 * group.clients) for group in CHOSEN.groups))
     copied = trained(shared, many)
     assert isinstance(copied.examples, example_stores.ShardedExamples)
@@ -32,11 +32,11 @@ def test_replicated_examples_change_nothing(population, monkeypatch):
 
 @pytest.mark.parametrize("personalize", [True, False])
 def test_kept_gram_matrices_change_nothing(personalize):
-    population = tiny_data([3] * 19)
+    data = tiny_data([3] * 19)
     training = replace(TRAINING, personalize=personalize)
-    cached = trained(population, CHOSEN, training=training)
+    cached = trained(data, CHOSEN, training=training)
     assert cached.gram_K is not None
-    computed = trained(population, CHOSEN, rounds=0, training=training)
+    computed = trained(data, CHOSEN, rounds=0, training=training)
     computed.gram_K = None
     computed.run(3)
     np.testing.assert_allclose(cached.global_model(), computed.global_model(), atol=1e-6)
@@ -61,8 +61,8 @@ def test_gram_matrices_are_those_of_the_client():
             np.testing.assert_allclose(gram_K[mine], x_MF @ x_MF.T + 1, rtol=1e-5)
 
 
-def test_gram_matrices_are_not_kept_for_clients_that_overlap_or_differ(population):
-    assert Simulation(population, MODEL, CHOSEN, TRAINING).gram_K is None  # clients of all sizes
+def test_gram_matrices_are_not_kept_for_clients_that_overlap_or_differ(data):
+    assert Simulation(data, MODEL, CHOSEN, TRAINING).gram_K is None  # clients of all sizes
     alike = tiny_data([3] * 19)
     overlapping = alike._replace(train=alike.train._replace(start_K=np.maximum(alike.train.start_K - 1, 0)))
     plain = replace(TRAINING, personalize=False)
@@ -77,11 +77,11 @@ def examples_twice(given: Examples) -> Examples:
 
 
 @pytest.mark.parametrize("personalize", [True, False])
-def test_streamed_examples_change_nothing(population, monkeypatch, personalize):
+def test_streamed_examples_change_nothing(data, monkeypatch, personalize):
     training = replace(TRAINING, personalize=personalize)
-    resident = trained(population, CHOSEN, training=training)
+    resident = trained(data, CHOSEN, training=training)
     monkeypatch.setattr(example_stores, "example_bytes_limit", lambda: 0)
-    streamed = trained(population, CHOSEN, training=training)
+    streamed = trained(data, CHOSEN, training=training)
     assert isinstance(streamed.examples, example_stores.StreamedExamples)
     np.testing.assert_allclose(resident.global_model(), streamed.global_model(), atol=1e-6)
 

@@ -12,23 +12,23 @@ from fedhdp.engine import personal_store
 from fedhdp.errors import RunError
 
 
-def test_memory_mapped_models_are_those_in_memory(population, monkeypatch):
-    in_memory = trained(population, CHOSEN)
+def test_memory_mapped_models_are_those_in_memory(data, monkeypatch):
+    in_memory = trained(data, CHOSEN)
     monkeypatch.setattr(personal_store, "personal_bytes_limit", lambda: 0)
-    on_disk = trained(population, CHOSEN)
+    on_disk = trained(data, CHOSEN)
     assert isinstance(on_disk.store, personal_store.MemoryMappedPersonalModels)
     assert_close(in_memory, on_disk)
 
 
-def test_a_run_resumes_from_its_checkpoint_and_its_file(population, monkeypatch, tmp_path):
-    uninterrupted = trained(population, CHOSEN, rounds=6)
+def test_a_run_resumes_from_its_checkpoint_and_its_file(data, monkeypatch, tmp_path):
+    uninterrupted = trained(data, CHOSEN, rounds=6)
     monkeypatch.setattr(personal_store, "personal_bytes_limit", lambda: 0)
-    crashed = trained(population, CHOSEN, rounds=2, directory=tmp_path)
+    crashed = trained(data, CHOSEN, rounds=2, directory=tmp_path)
     crashed.save(tmp_path / "state.npz")
     crashed.run(3)
     crashed.save(tmp_path / "state.npz")
     crashed.run(5)  # two rounds after the last checkpoint
-    resumed = trained(population, CHOSEN, rounds=0, directory=tmp_path)
+    resumed = trained(data, CHOSEN, rounds=0, directory=tmp_path)
     resumed.load(tmp_path / "state.npz")
     assert resumed.round == 3
     resumed.run(6)
@@ -38,10 +38,10 @@ def test_a_run_resumes_from_its_checkpoint_and_its_file(population, monkeypatch,
         resumed.load(tmp_path / "state.npz")
 
 
-def test_the_file_has_at_most_two_rows_for_each_client(population, monkeypatch):
-    in_memory = trained(population, CHOSEN, rounds=40)
+def test_the_file_has_at_most_two_rows_for_each_client(data, monkeypatch):
+    in_memory = trained(data, CHOSEN, rounds=40)
     monkeypatch.setattr(personal_store, "personal_bytes_limit", lambda: 0)
-    simulation = trained(population, CHOSEN, rounds=21)
+    simulation = trained(data, CHOSEN, rounds=21)
     simulation.state_arrays()  # from here on a client needs two rows
     simulation.run(40)
     cohorts = [len(simulation.draw_cohort(number)) for number in range(40)]
@@ -57,8 +57,8 @@ from helpers import tiny_data
 from simulations import CHOSEN, trained
 from fedhdp.engine import personal_store
 personal_store.personal_bytes_limit = lambda: 0
-population = tiny_data([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6])
-simulation = trained(population, CHOSEN, rounds=3, directory=Path(sys.argv[1]))
+data = tiny_data([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6])
+simulation = trained(data, CHOSEN, rounds=3, directory=Path(sys.argv[1]))
 simulation.save(Path(sys.argv[1]) / "state.npz")
 simulation.run(6)
 simulation.personal_models(0)  # written to the file after the checkpoint
@@ -67,12 +67,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.process
-def test_a_killed_run_resumes_to_the_bit(population, monkeypatch, tmp_path):
+def test_a_killed_run_resumes_to_the_bit(data, monkeypatch, tmp_path):
     monkeypatch.setattr(personal_store, "personal_bytes_limit", lambda: 0)
     killed = run_python(KILLED, str(tmp_path), check=False)
     assert killed.returncode == -signal.SIGKILL
-    uninterrupted = trained(population, CHOSEN, rounds=6)
-    resumed = trained(population, CHOSEN, rounds=0, directory=tmp_path)
+    uninterrupted = trained(data, CHOSEN, rounds=6)
+    resumed = trained(data, CHOSEN, rounds=0, directory=tmp_path)
     resumed.load(tmp_path / "state.npz")
     resumed.run(6)
     participated = np.flatnonzero(uninterrupted.participated_K)

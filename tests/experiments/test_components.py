@@ -21,7 +21,7 @@ import jax, jax.numpy as jnp, numpy as np
 from fedhdp.models import Model
 from fedhdp.data import FederatedData, examples
 
-def population(seed):
+def data(seed):
     rng = np.random.default_rng(seed)
     x, y = rng.normal(size=(120, 3)).astype(np.float32), rng.integers(0, 2, 120)
     clients = examples(x, y, np.full(20, 6))
@@ -106,9 +106,9 @@ def test_ledger_knows_the_population_by_the_files_name(coins, tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "place"),
     [
-        ("def population", "def others", "coins.py has no function population()"),
+        ("def data", "def others", "coins.py has no function data()"),
         ("def model", "def others", "coins.py has no function model()"),
-        ("def population(seed)", "def population()", "coins.py: TypeError"),
+        ("def data(seed)", "def data()", "coins.py: TypeError"),
         ("rng.integers", "rng.whole_numbers", "coins.py, line 8: AttributeError"),
         ("import jax, ", "import jax, nowhere, ", "coins.py, line 2: ModuleNotFoundError"),
         ("x @ w)", "x @ w", "coins.py, line 13: "),

@@ -37,14 +37,7 @@ from msgspec.structs import replace
 from fedhdp.errors import FedHDPError
 from fedhdp.flower import Trainer, client_app
 from fedhdp.flower.client_state import ClientStateDir, Promise, check_request
-from fedhdp.flower.protocol import (
-    DeclinedRound,
-    LevelOffer,
-    RoundRequest,
-    offer_message,
-    request_message,
-    to_record,
-)
+from fedhdp.flower.protocol import DeclinedRound, LevelOffer, RoundRequest, offer_message, request_message, to_record
 from fedhdp.privacy.calibration import PrivacyLevel
 
 REQUEST = RoundRequest("token", "run", 0, 1, "strict", 1.0, 0.5, 0.05)

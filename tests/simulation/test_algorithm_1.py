@@ -30,8 +30,8 @@ MECHANISMS = {
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS.values(), ids=MECHANISMS.keys())
-def test_rounds_agree_with_algorithm_1_in_plain_loops(population, mechanism: Mechanism):
-    agree(population, mechanism)
+def test_rounds_agree_with_algorithm_1_in_plain_loops(data, mechanism: Mechanism):
+    agree(data, mechanism)
 
 
 def test_rounds_agree_with_plain_loops_for_clients_of_one_size():
@@ -41,16 +41,16 @@ def test_rounds_agree_with_plain_loops_for_clients_of_one_size():
 @pytest.mark.parametrize("sizes", [[7] * 19, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6]])
 @pytest.mark.parametrize(
     "otherwise",
-    [{"whole_batches": True}, {"personal_epochs": 1}, {"proximal": 0.8}],
+    [{"drop_remainder": True}, {"personal_epochs": 1}, {"proximal": 0.8}],
     ids=lambda given: next(iter(given)),
 )
 def test_rounds_agree_with_plain_loops_for_other_training(sizes, otherwise):
     agree(tiny_data(sizes), MECHANISMS["two levels, the paper's"], replace(TRAINING, **otherwise))
 
 
-def agree(population: FederatedData, mechanism: Mechanism, training: LocalTraining = TRAINING) -> None:
+def agree(data: FederatedData, mechanism: Mechanism, training: LocalTraining = TRAINING) -> None:
     """The engine and the reference come to the same models and clip."""
-    simulation = trained(population, mechanism, rounds=0, training=training)
+    simulation = trained(data, mechanism, rounds=0, training=training)
     first = simulation.model()
     simulation.run(5)
     network = {
@@ -60,7 +60,7 @@ def agree(population: FederatedData, mechanism: Mechanism, training: LocalTraini
         "b2": first["rest"]["b"],
     }
     network = {name: np.asarray(value, np.float64) for name, value in network.items()}
-    theta, clip, personal = reference.train(population, mechanism, training, network, 5, seed=3, noise_seed=7)
+    theta, clip, personal = reference.train(data, mechanism, training, network, 5, seed=3, noise_seed=7)
 
     np.testing.assert_allclose(simulation.global_model(), theta, atol=2e-5)
     assert float(simulation.server_state.clip[0]) == pytest.approx(clip, rel=1e-5)
@@ -69,12 +69,12 @@ def agree(population: FederatedData, mechanism: Mechanism, training: LocalTraini
         np.testing.assert_allclose(simulation.personal_models(client)[0], own, atol=2e-5)
 
 
-def test_a_proximal_term_shortens_updates(population):
+def test_a_proximal_term_shortens_updates(data):
     for model in (MODEL, Model(MODEL.init, MODEL.apply)):  # the second trains on its parameters themselves
         moved = []
         for proximal in (0.0, 0.8, 4.0):
             training = replace(TRAINING, proximal=proximal, personalize=False)
-            simulation = Simulation(population, model, replace(non_private(CHOSEN), clip=100.0), training, noise_seed=7)
+            simulation = Simulation(data, model, replace(non_private(CHOSEN), clip=100.0), training, noise_seed=7)
             initial = simulation.global_model()
             simulation.run(1)
             moved.append(np.linalg.norm(simulation.global_model() - initial))
@@ -83,25 +83,25 @@ def test_a_proximal_term_shortens_updates(population):
         replace(TRAINING, proximal=2 / TRAINING.learning_rate)
 
 
-def test_personal_models_do_not_change_the_global_model_by_a_bit(population):
+def test_personal_models_do_not_change_the_global_model_by_a_bit(data):
     stronger = replace(CHOSEN, groups=tuple(replace(group, pull=3.0) for group in CHOSEN.groups))
-    weak, strong = trained(population, CHOSEN), trained(population, stronger)
+    weak, strong = trained(data, CHOSEN), trained(data, stronger)
     same_server(weak, strong)
     participated = np.flatnonzero(weak.participated_K)
     assert np.abs(weak.personal_models(participated) - strong.personal_models(participated)).max() > 0.01
 
 
-def test_the_global_model_is_the_same_without_personal_models(population):
-    one = trained(population, CHOSEN)
-    other = trained(population, CHOSEN, training=replace(TRAINING, personalize=False))
+def test_the_global_model_is_the_same_without_personal_models(data):
+    one = trained(data, CHOSEN)
+    other = trained(data, CHOSEN, training=replace(TRAINING, personalize=False))
     assert other.store is None
     np.testing.assert_allclose(
         one.global_model(), other.global_model(), atol=1e-6
     )  # clients are added in another order
 
 
-def test_local_only_trains_personal_models_alone(population):
-    simulation = trained(population, local_only(CHOSEN), rounds=0)
+def test_local_only_trains_personal_models_alone(data):
+    simulation = trained(data, local_only(CHOSEN), rounds=0)
     initial = simulation.global_model()
     simulation.run(3)
     np.testing.assert_array_equal(simulation.global_model(), initial)
@@ -109,24 +109,24 @@ def test_local_only_trains_personal_models_alone(population):
     assert (np.abs(personal - initial).max(axis=1) > 0.01).all()
 
 
-def test_clients_of_weight_0_cannot_move_the_global_model_by_a_bit(population):
+def test_clients_of_weight_0_cannot_move_the_global_model_by_a_bit(data):
     chosen = mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.0), clip=0.2)
-    private = slice(population.train.start_K[4], None)
-    x_N = population.train.x_N.copy()
+    private = slice(data.train.start_K[4], None)
+    x_N = data.train.x_N.copy()
     x_N[private] = 255 - x_N[private]
-    other = population._replace(train=population.train._replace(x_N=x_N))
-    same_server(trained(population, chosen), trained(other, chosen))
+    other = data._replace(train=data.train._replace(x_N=x_N))
+    same_server(trained(data, chosen), trained(other, chosen))
 
 
-def test_more_padding_changes_no_result(population):
-    one = trained(population, CHOSEN)
-    train = population.train
+def test_more_padding_changes_no_result(data):
+    one = trained(data, CHOSEN)
+    train = data.train
     much = train._replace(count_K=np.append(train.count_K, 40), start_K=np.append(train.start_K, 0))
-    test = population.test
+    test = data.test
     test = test._replace(count_K=np.append(test.count_K, 1), start_K=np.append(test.start_K, 0))
     never = replace(CHOSEN.groups[-1], name="never sampled", clients=1, sampling_rate=0.0, weight=0.0)
     wider = replace(CHOSEN, groups=(*CHOSEN.groups, never))
-    other = trained(population._replace(train=much, test=test), wider)
+    other = trained(data._replace(train=much, test=test), wider)
     np.testing.assert_allclose(one.global_model(), other.global_model(), atol=1e-6)
     assert not other.participated_K[-1]
 
@@ -147,12 +147,12 @@ def test_updates_are_not_weighted_by_example_counts():
     np.testing.assert_allclose(one.global_model(), other.global_model(), atol=1e-9)
 
 
-def test_a_nan_update_is_refused_and_counted(population):
-    x_N = population.train.x_N.astype(np.float32) / 255
-    x_N[population.train.start_K[5] :][: population.train.count_K[5]] = np.nan
-    test = population.test._replace(x_N=population.test.x_N / np.float32(255))
-    server = population.server_x_N / np.float32(255)
-    ill = population._replace(train=population.train._replace(x_N=x_N), test=test, server_x_N=server)
+def test_a_nan_update_is_refused_and_counted(data):
+    x_N = data.train.x_N.astype(np.float32) / 255
+    x_N[data.train.start_K[5] :][: data.train.count_K[5]] = np.nan
+    test = data.test._replace(x_N=data.test.x_N / np.float32(255))
+    server = data.server_x_N / np.float32(255)
+    ill = data._replace(train=data.train._replace(x_N=x_N), test=test, server_x_N=server)
     everyone = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=1.0)
     simulation = trained(ill, everyone, rounds=2)
     assert np.isfinite(simulation.global_model()).all()
@@ -163,18 +163,16 @@ def test_a_nan_update_is_refused_and_counted(population):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_inputs_that_are_not_finite_change_no_other_client(bad):
-    population = tiny_data([5] * 19, inputs=40)
-    x_N = population.train.x_N / np.float32(255)
-    rest = {"test": population.test._replace(x_N=population.test.x_N / np.float32(255))}
+    data = tiny_data([5] * 19, inputs=40)
+    x_N = data.train.x_N / np.float32(255)
+    rest = {"test": data.test._replace(x_N=data.test.x_N / np.float32(255))}
     everyone, model = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=1.0), mlp(40, 5, 3)
     simulations = []
     for ill in (False, True):
         x = x_N.copy()
         if ill:
             x[5 * 7] = bad  # an image of client 7, of the second group
-        sick = population._replace(
-            train=population.train._replace(x_N=x), server_x_N=population.server_x_N / np.float32(255), **rest
-        )
+        sick = data._replace(train=data.train._replace(x_N=x), server_x_N=data.server_x_N / np.float32(255), **rest)
         simulation = Simulation(sick, model, everyone, TRAINING, seed=3, noise_seed=7)
         simulation.run(1)
         simulations.append(simulation)
@@ -185,13 +183,13 @@ def test_inputs_that_are_not_finite_change_no_other_client(bad):
     np.testing.assert_array_equal(well.personal_models(others), sick.personal_models(others))
 
 
-def test_rounds_with_an_empty_cohort(population):
+def test_rounds_with_an_empty_cohort(data):
     nobody = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=0.0)
-    simulation = trained(population, nobody)
+    simulation = trained(data, nobody)
     assert np.isfinite(simulation.global_model()).all()
     assert not simulation.participated_K.any()
     rare = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=0.01)
-    assert np.isfinite(trained(population, rare).global_model()).all()
+    assert np.isfinite(trained(data, rare).global_model()).all()
 
 
 def test_a_client_of_another_size_changes_a_sum_by_its_update_alone():
@@ -200,14 +198,14 @@ def test_a_client_of_another_size_changes_a_sum_by_its_update_alone():
     sizes = rng.integers(8, 20, 64)
     sizes[0] = 100
     x_N, y_N = rng.normal(size=(sizes.sum(), 30)).astype(np.float32), rng.integers(0, 10, sizes.sum()).astype(np.int32)
-    data = examples(x_N, y_N, sizes)
-    population = FederatedData("labels at random", data, data, x_N[:50], y_N[:50], 10)
+    clients = examples(x_N, y_N, sizes)
+    data = FederatedData("labels at random", clients, clients, x_N[:50], y_N[:50], 10)
     one_group = Mechanism((PrivacyGroup("all", 64, 0.0, 1.0),), clip=1.0)
     training = LocalTraining(epochs=100, batch_size=4, learning_rate=1.0, personalize=False)
     model = mlp(30, 20, 10)
 
     def moved(cohort: np.ndarray) -> np.ndarray:
-        simulation = Simulation(population, model, one_group, training)
+        simulation = Simulation(data, model, one_group, training)
         assert len(simulation.engine.config.sizes) > 1
         simulation.draw_cohort = lambda round: cohort  # type: ignore[method-assign]
         initial = simulation.global_model().astype(np.float64)

@@ -14,19 +14,19 @@ from fedhdp.rng import MODEL as MODEL_STREAM
 from fedhdp.simulation import Simulation
 
 
-def test_a_large_cohort_is_never_truncated(population):
-    simulation = Simulation(population, MODEL, CHOSEN, TRAINING, seed=3, noise_seed=7)
-    expected = trained(population, CHOSEN, rounds=2)
-    simulation.slots = simulation.engine.padded_cohort_size(1)
+def test_a_large_cohort_is_never_truncated(data):
+    simulation = Simulation(data, MODEL, CHOSEN, TRAINING, seed=3, noise_seed=7)
+    expected = trained(data, CHOSEN, rounds=2)
+    simulation.placement.slots = simulation.engine.padded_cohort_size(1)
     simulation.run(2)
     np.testing.assert_allclose(simulation.global_model(), expected.global_model(), atol=1e-6)
     np.testing.assert_array_equal(simulation.participated_K, expected.participated_K)
 
 
-def test_the_seed_does_not_reveal_the_cohorts(population):
+def test_the_seed_does_not_reveal_the_cohorts(data):
     def draws(mechanism: Mechanism | list[Mechanism], noise_seed: int | None = None) -> bool:
         """Whether two simulations with one seed, or one asked twice, have the same cohort in a round."""
-        one, other = (Simulation(population, MODEL, mechanism, TRAINING, noise_seed=noise_seed) for _ in range(2))
+        one, other = (Simulation(data, MODEL, mechanism, TRAINING, noise_seed=noise_seed) for _ in range(2))
         cohorts = [one.draw_cohort(5), one.draw_cohort(5), other.draw_cohort(5)]
         return all(np.array_equal(cohort, cohorts[0]) for cohort in cohorts[1:])
 
@@ -37,9 +37,9 @@ def test_the_seed_does_not_reveal_the_cohorts(population):
 
 
 @pytest.mark.parametrize("personalize", [True, False])
-def test_cohorts_of_changing_size_compile_once(population, personalize):
+def test_cohorts_of_changing_size_compile_once(data, personalize):
     training = replace(TRAINING, personalize=personalize)
-    simulation = Simulation(population, MODEL, CHOSEN, training, seed=11, noise_seed=11)
+    simulation = Simulation(data, MODEL, CHOSEN, training, seed=11, noise_seed=11)
     assert CHOSEN.sampling == "poisson"
     assert len({len(simulation.draw_cohort(number)) for number in range(8)}) > 3
     simulation.run(1)
@@ -48,21 +48,19 @@ def test_cohorts_of_changing_size_compile_once(population, personalize):
     assert simulation.engine.round._cache_size() == compiled
 
 
-def test_each_seed_changes_its_streams_alone(population):
-    one = trained(population, CHOSEN)
-    same(one, trained(population, CHOSEN))
-    other_noise = trained(population, CHOSEN, noise_seed=8)
+def test_each_seed_changes_its_streams_alone(data):
+    one = trained(data, CHOSEN)
+    same(one, trained(data, CHOSEN))
+    other_noise = trained(data, CHOSEN, noise_seed=8)
     assert not np.array_equal(one.global_model(), other_noise.global_model())
     assert not np.array_equal(one.participated_K, other_noise.participated_K)
-    other_seed = trained(population, CHOSEN, seed=4)
+    other_seed = trained(data, CHOSEN, seed=4)
     assert not np.array_equal(one.global_model(), other_seed.global_model())
     np.testing.assert_array_equal(one.participated_K, other_seed.participated_K)
 
 
-def test_shared_cohort_entropy_gives_the_same_cohorts(population):
-    one, other = (
-        Simulation(population, MODEL, CHOSEN, TRAINING, cohort_entropy=words) for words in [os_entropy(4)] * 2
-    )
+def test_shared_cohort_entropy_gives_the_same_cohorts(data):
+    one, other = (Simulation(data, MODEL, CHOSEN, TRAINING, cohort_entropy=words) for words in [os_entropy(4)] * 2)
     cohorts = [one.draw_cohort(number).tolist() for number in range(6)]
     assert cohorts == [other.draw_cohort(number).tolist() for number in range(6)]
     assert len(set(map(tuple, cohorts))) == 6
@@ -75,39 +73,39 @@ def test_no_two_purposes_share_a_stream():
     assert len(streams) == 5
 
 
-def test_noise_without_a_seed_never_repeats(population):
-    one, other = (trained(population, CHOSEN, noise_seed=None) for _ in range(2))
+def test_noise_without_a_seed_never_repeats(data):
+    one, other = (trained(data, CHOSEN, noise_seed=None) for _ in range(2))
     assert not np.array_equal(one.global_model(), other.global_model())
 
 
-def test_every_run_and_round_has_its_own_noise_key(population):
-    simulation = Simulation(population, MODEL, [CHOSEN, dp_fedavg(CHOSEN)], TRAINING)
+def test_every_run_and_round_has_its_own_noise_key(data):
+    simulation = Simulation(data, MODEL, [CHOSEN, dp_fedavg(CHOSEN)], TRAINING)
     keys = [tuple(key.tolist()) for round in (0, 0, 1) for key in simulation._noise_keys(round)]
     assert len(set(keys)) == 6
-    seeded = Simulation(population, MODEL, [CHOSEN, dp_fedavg(CHOSEN)], TRAINING, noise_seed=7)
+    seeded = Simulation(data, MODEL, [CHOSEN, dp_fedavg(CHOSEN)], TRAINING, noise_seed=7)
     once, again, later = ([tuple(key.tolist()) for key in seeded._noise_keys(round)] for round in (0, 0, 1))
     assert once == again
     assert not set(once) & set(later)
 
 
-def test_runs_together_have_their_own_noise(population):
+def test_runs_together_have_their_own_noise(data):
     several = [CHOSEN, replace(CHOSEN, noise="per_group")]  # other numbers, so two runs
     noisy = [
         replace(one, groups=tuple(replace(g, weight=1e-3 + i) for g in one.groups)) for i, one in enumerate(several)
     ]
-    simulation = Simulation(population, MODEL, noisy, TRAINING, seed=3)
+    simulation = Simulation(data, MODEL, noisy, TRAINING, seed=3)
     keys = simulation._noise_keys(0)
     assert len(keys) == 2
     assert not np.array_equal(keys[0], keys[1])
     assert not np.array_equal(keys[0], simulation._noise_keys(0)[0])
 
 
-def test_set_mechanisms_changes_the_noise(population):
+def test_set_mechanisms_changes_the_noise(data):
     louder = replace(CHOSEN, groups=tuple(replace(group, noise_multiplier=50.0) for group in CHOSEN.groups))
 
     def moved(mechanism: Mechanism) -> float:
         """How far the second round moves the global model if it has this mechanism."""
-        simulation = trained(population, CHOSEN, rounds=1)
+        simulation = trained(data, CHOSEN, rounds=1)
         with pytest.raises(AttributeError):
             simulation.mechanism = mechanism
         before = simulation.global_model()

@@ -3,7 +3,7 @@
     python benchmarks/unequal.py                    clients in the sizes of TFF's federated EMNIST, digits
     python benchmarks/unequal.py --data writers     the 836 real writers of MNIST, from the data directory
 
-The ideal is measured, not counted: datas in which all clients have n examples give the seconds of a client of n, for
+The ideal is measured: data sets in which all clients have n examples give the seconds of a client of n, for
 several n, and straight lines between them. The same training as the paper's FMNIST, with personal models.
 """
 

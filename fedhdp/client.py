@@ -78,9 +78,6 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def check(self, mechanism: Mechanism) -> None:
         """Refuse a pull at which personal models overshoot the global one further with each step.
 
-        Args:
-            mechanism: The mechanism whose groups have the pulls.
-
         Raises:
             InvalidValueError: If a group's pull is too large for the personal learning rate.
         """
@@ -107,16 +104,7 @@ def as_floats(x: Array) -> Array:
 
 
 def shuffle(key: Array, count: Array | int, capacity: int) -> Array:
-    """A random order of the client's examples with padding last; the same for every capacity.
-
-    Args:
-        key: The client's random key of the round.
-        count: How many examples are real.
-        capacity: How many there are with padding.
-
-    Returns:
-        The numbers of the examples, [capacity].
-    """
+    """A random order of ``count`` examples, padded to the capacity; the examples' order is the same for every capacity."""
     ticket_M = jax.random.bits(key, (capacity,)) >> 1  # the first ones do not depend on the capacity
     return jnp.argsort(jnp.where(jnp.arange(capacity) < count, ticket_M, jnp.uint32(0xFFFFFFFF)))
 

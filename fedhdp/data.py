@@ -81,11 +81,7 @@ def examples(x_N: np.ndarray, y_N: np.ndarray, count_K: Sequence[int] | np.ndarr
 
 
 def from_lists(x_K: Sequence[np.ndarray], y_K: Sequence[np.ndarray]) -> Examples:
-    """Examples from one array for each client.
-
-    Args:
-        x_K: Each client's inputs.
-        y_K: Each client's targets.
+    """Examples from one array of inputs and one of targets for each client.
 
     Raises:
         DataError: If a client has not as many targets as inputs.
@@ -136,7 +132,7 @@ def hold_out(data: FederatedData, share: float, seed: int) -> FederatedData:
     Args:
         data: The data.
         share: The share to hold out.
-        seed: Seed of the choice, which for one client does not depend on what others have.
+        seed: Seed of the choice, which for one client does not depend on the others' examples.
 
     Raises:
         InvalidValueError: If the share is not at least 0 and below 1.
@@ -148,9 +144,8 @@ def hold_out(data: FederatedData, share: float, seed: int) -> FederatedData:
     train = data.train
     if not isinstance(train, Examples):
         raise DataError(f"{data.name} is generated on demand: nothing can be held out of it", "validation", share)
-    held_out_K = np.where(train.count_K > 1, np.clip(np.round(share * train.count_K), 1, train.count_K - 1), 0).astype(
-        int
-    )
+    at_least_one_K = np.clip(np.round(share * train.count_K), 1, train.count_K - 1)
+    held_out_K = np.where(train.count_K > 1, at_least_one_K, 0).astype(int)
     train_rows, validation_rows = [], []
     for client, (start, count, held_out) in enumerate(zip(train.start_K, train.count_K, held_out_K, strict=True)):
         order = start + np.random.default_rng([seed, 0, 1, client]).permutation(count)

@@ -41,7 +41,7 @@ class RunError(FedHDPError):
 
 
 class LedgerError(FedHDPError):
-    """A ledger that cannot be used as asked."""
+    """A ledger that cannot be read, or does not allow the operation."""
 
 
 def require(condition: bool, field: str, value: object, rule: str) -> None:

@@ -173,11 +173,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(group.clients for group in self.groups)
 
     def expected_cohort_size(self, group: PrivacyGroup | None = None) -> float:
-        """The number of clients sampled in a round: expected with Poisson sampling, exact with fixed cohorts.
-
-        Args:
-            group: Count this group's clients only. None: all groups'.
-        """
+        """The number of clients of a group (None: of all) in a round: expected with Poisson sampling, exact if fixed."""
         if group is None:
             return sum(self.expected_cohort_size(group) for group in self.groups)
         expected = group.sampling_rate * group.clients

@@ -45,13 +45,6 @@ def take(parameters_C: Parameters, which: Any) -> Parameters:
 def cross_entropy(logits_NL: Array, label_N: Array) -> Array:
     """The cross entropy of each example.
 
-    Args:
-        logits_NL: The model's outputs.
-        label_N: The number of each example's class.
-
-    Returns:
-        One number for each example.
-
     Raises:
         DataError: If there is not one label for each example.
     """
@@ -80,13 +73,6 @@ def correct(logits_NL: Array, label_N: Array) -> Array:
 
 def squared_error(output_ND: Array, target_ND: Array) -> Array:
     """Half the squared distance of each output to its target.
-
-    Args:
-        output_ND: The model's outputs.
-        target_ND: The targets.
-
-    Returns:
-        One number for each example.
 
     Raises:
         DataError: If targets and outputs differ in shape.
@@ -125,16 +111,16 @@ def dense_first(
     head: Callable[[Parameters, Array, Array | None], Array],
     inputs: int,
     units: int,
-    **loss_and_metric: Any,
+    **loss_and_score: Any,
 ) -> Model:
     """A model that is ``head(rest, x·w + b, key)``: a dense layer on the flat input, then anything.
 
     Args:
         init_rest: From a random key to the parameters of the head.
         head: From its parameters, the dense layer's outputs and a random key to the model's outputs.
-        inputs: Numbers of one example.
+        inputs: The size of one example.
         units: Outputs of the dense layer.
-        **loss_and_metric: ``loss`` and ``score`` of the model.
+        **loss_and_score: ``loss`` and ``score`` of the model.
 
     Returns:
         The model; its parameters are ``{"first": {"w", "b"}, "rest": ...}``.
@@ -148,7 +134,7 @@ def dense_first(
         flat_NF = x_N.reshape(x_N.shape[0], -1)
         return head(parameters["rest"], flat_NF @ parameters["first"]["w"] + parameters["first"]["b"], key)
 
-    return Model(init, apply, head=head, **loss_and_metric)
+    return Model(init, apply, head=head, **loss_and_score)
 
 
 def dense(key: Array, inputs: int, units: int) -> Parameters:
@@ -187,8 +173,8 @@ def linear(
     """A linear model; with the default loss, multinomial logistic regression.
 
     Args:
-        inputs: Numbers of one example.
-        outputs: Numbers of one output.
+        inputs: The size of one example.
+        outputs: The size of one output.
         bias: Whether a bias is added.
         loss: From outputs and targets to the loss of each example.
         score: From outputs and targets to the score of each example.
@@ -294,12 +280,9 @@ _conv_relu_pool: ContextVar[Callable[..., Array]] = ContextVar("conv_relu_pool",
 
 @contextmanager
 def use_conv_relu_pool(function: Callable[..., Array]) -> Iterator[None]:
-    """Let ``cnn`` compute with another function than ``conv_relu_pool`` while this context is entered.
+    """Let ``cnn`` compute with this function instead of ``conv_relu_pool`` while the context is entered.
 
     The engine enters it while it traces its programs, with kernels for NVIDIA GPUs.
-
-    Args:
-        function: Takes and returns what ``conv_relu_pool`` does.
     """
     token = _conv_relu_pool.set(function)
     try:

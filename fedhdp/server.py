@@ -46,7 +46,7 @@ def sample_cohort(mechanism: Mechanism, rng: np.random.Generator) -> IntArray:
 
     Args:
         mechanism: The groups, their sampling rates and the sampling scheme.
-        rng: A generator that nobody else knows, unless nothing is private.
+        rng: A secret generator, unless no group is private.
 
     Returns:
         The sampled clients in ascending order; groups have the clients in order.
@@ -200,13 +200,7 @@ class ServerState(NamedTuple):
 
 
 def initial_state(mechanism: Mechanism, optimizer: Optimizer, theta_P: Array) -> ServerState:
-    """The server's state before the first round.
-
-    Args:
-        mechanism: Its initial clip and its groups.
-        optimizer: How the server applies updates.
-        theta_P: The initial global model.
-    """
+    """The server's state before the first round, from the initial global model."""
     decay = average_decay(optimizer)
     average = None if decay is None else optax.ema(decay).init(theta_P)
     clip, refused_G = jnp.float32(mechanism.initial_clip), jnp.zeros(len(mechanism.groups), jnp.int32)
@@ -214,18 +208,7 @@ def initial_state(mechanism: Mechanism, optimizer: Optimizer, theta_P: Array) ->
 
 
 def finish_round(optimizer: Optimizer, params: RoundParams, state: ServerState, sums: Sums, key: Array) -> ServerState:
-    """Add the noise and apply the update: theta ← theta + noised update, S ← next clip.
-
-    Args:
-        optimizer: How the server applies updates.
-        params: The numbers of the round.
-        state: The state before the round.
-        sums: The sums over the cohort.
-        key: The key of this round's noise, used once.
-
-    Returns:
-        The state after the round.
-    """
+    """Add the noise and apply the update: theta ← theta + noised update, S ← next clip. The noise's key is used once."""
     update_P, clip = private_mean(params, state.clip, sums, key)
     step_P, optimizer_state = _transformation(optimizer).update(-update_P, state.optimizer, state.theta_P)
     theta_P = state.theta_P + jnp.asarray(step_P)
@@ -235,12 +218,7 @@ def finish_round(optimizer: Optimizer, params: RoundParams, state: ServerState, 
 
 
 def averaged_model(optimizer: Optimizer, state: ServerState) -> Array:
-    """The exponential average of the global models so far, corrected for its start.
-
-    Args:
-        optimizer: One with an average.
-        state: The server's state.
-    """
+    """The exponential average of the global models so far, corrected for its start; the optimizer has an average."""
     decay = average_decay(optimizer)
     assert decay is not None
     average: Array = state.average.ema / (1 - decay ** jnp.maximum(state.average.count, 1))

@@ -17,10 +17,6 @@ from fedhdp.models import Array, Model, cross_entropy
 def check_data(data: FederatedData, model: Model) -> None:
     """Refuse data and models that would train to wrong numbers without an error.
 
-    Args:
-        data: The data set.
-        model: The model that is to be trained on it.
-
     Raises:
         DataError: If examples, clients or labels do not fit each other or the model.
         ModelError: If the model cannot be initialized, applied or scored on such examples.
@@ -34,9 +30,8 @@ def check_data(data: FederatedData, model: Model) -> None:
         if shape != data.input_shape:
             _refuse_data("inputs", shape, f"of the shape of the server's, {data.input_shape}")
         if (dtype == np.uint8) != (data.server_x_N.dtype == np.uint8):
-            _refuse_data(
-                "inputs", str(dtype), f"bytes (read as 0 to 1) where the server's are ({data.server_x_N.dtype})"
-            )
+            rule = f"bytes (read as 0 to 1) where the server's are ({data.server_x_N.dtype})"
+            _refuse_data("inputs", str(dtype), rule)
     labels = [data.server_y_N, *(part.y_N for part in parts)] if model.loss is cross_entropy else []
     for y_N in labels:
         if y_N.dtype.kind not in "iub":

@@ -42,9 +42,6 @@ def client_updates(
     """ClientUpdate of Algorithm 1 for the clients of a chunk, all models of a client side by side.
 
     Args:
-        model: The model, for its loss.
-        training: How clients train.
-        parametrization: How the models are represented.
         clients: The clients; for ragged training those with most examples come first.
         personal_CV: Their personal models, or None without personalization.
         rates: The learning rates of global and of personal models.

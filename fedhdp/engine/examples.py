@@ -1,7 +1,6 @@
 """Where examples are: sharded or replicated over the devices, or streamed for each cohort.
 
-All give the engine arrays on its devices and, for each slot, where in them the client's examples begin. Examples that fit
-stay on the devices. Others are generated or read for a cohort, so that time and memory follow the cohort.
+Examples that fit stay on the devices. Others are generated or read for a cohort, so that time and memory follow it.
 
 Axis letters: K clients, C slots of a cohort, N examples, M examples of one client, padded.
 """
@@ -124,10 +123,7 @@ def make_example_store(
 
 
 def make_gram_matrices(engine: Engine, store: ShardedExamples | ReplicatedExamples | StreamedExamples) -> Array | None:
-    """Each client's Gram matrix, which no round changes, or None where it is not worth keeping.
-
-    It is kept where clients train in low rank, are of one size, and the matrices are no larger than the examples.
-    """
+    """Each client's Gram matrix, for low-rank training of clients of one size, if these are no larger than the examples."""
     size, config = engine.config.sizes[-1], engine.config
     low_rank = uses_low_rank(engine.model, size, config.inputs)
     if isinstance(store, StreamedExamples) or not config.uniform_size or not low_rank:

@@ -69,14 +69,7 @@ def uses_low_rank(model: Model, examples: int, inputs: int) -> bool:
 
 
 class FullRank:
-    """All parameters of the models.
-
-    Args:
-        model: The model.
-        theta_R: The global models of the round.
-        run_V: The global model of each personal one.
-        x_CM: The clients' inputs.
-    """
+    """All parameters of the models."""
 
     ragged = True
 
@@ -116,8 +109,8 @@ class LowRank:
         theta_R: The global models of the round.
         run_V: The global model of each personal one.
         x_CM: The clients' inputs.
-        gram_CMM: The Gram matrices of the clients' examples, if they are known.
-        finite: Whether all inputs are known to be finite.
+        gram_CMM: The Gram matrices of the clients' examples. None: they are computed.
+        finite: Whether all inputs are finite; False where it is not certain.
     """
 
     ragged = False  # batches that begin at one row for all clients are slices; else they would be gathered

@@ -34,12 +34,7 @@ ROW_TYPE = np.dtype(np.float32)
 
 
 class ShardedPersonalModels:
-    """Personal models on the devices: client k's are row k // D of device k mod D.
-
-    Args:
-        engine: The engine whose devices hold them.
-        clients: How many clients there are.
-    """
+    """Personal models on the devices: client k's are row k // D of device k mod D."""
 
     def __init__(self, engine: Engine, clients: int):
         self.engine = engine
@@ -51,16 +46,15 @@ class ShardedPersonalModels:
         return self.models, layout.client_C // self.engine.devices
 
     def commit(self, models: Parameters, layout: CohortLayout) -> None:
-        """Take the models back after a round."""
+        """Store the models after a round."""
         self.models = models
 
     def release(self, models: Parameters) -> None:
-        """Take models back that were only read."""
+        """Return models that were only read."""
 
     def rows(self, clients: np.ndarray) -> np.ndarray:
         """The models of these clients, of the shape (clients, V, parameters)."""
-        leaves = [self.engine.fetch(leaf)[self._index(clients)] for leaf in jax.tree.leaves(self.models)]
-        return np.concatenate([leaf.reshape(*leaf.shape[:2], -1) for leaf in leaves], axis=2)
+        return _flatten([self.engine.fetch(leaf)[self._index(clients)] for leaf in jax.tree.leaves(self.models)])
 
     def state_arrays(self, clients: np.ndarray) -> StateArrays:
         """The models of these clients as named arrays, in parts, whatever the number of devices."""
@@ -75,7 +69,7 @@ class ShardedPersonalModels:
         return self.engine.fetch(leaf[index])[: len(clients)]
 
     def restore(self, arrays: dict[str, Any], clients: np.ndarray) -> None:
-        """Take over the models that `state_arrays` returned, and remove them from the arrays one by one."""
+        """Restore the models that `state_arrays` returned; each part is removed from the arrays."""
         leaves, tree = jax.tree.flatten(self.engine.like)
         restored = [np.zeros((self.capacity, len(self.engine.run_V), *leaf.shape), leaf.dtype) for leaf in leaves]
         for i, rows in enumerate(restored):
@@ -95,12 +89,7 @@ class MemoryMappedPersonalModels:
 
     A round works in a staging buffer on the devices, with room for a cohort. Its models are written when the next round
     checks models out, to rows that neither a client nor the last checkpoint refers to. So a checkpoint's rows are never
-    overwritten, and a run that was killed resumes from it.
-
-    Args:
-        engine: The engine whose devices hold the staging buffer.
-        clients: How many clients there are.
-        directory: Where the file is. None: a temporary file.
+    overwritten, and a run that was killed resumes from it. Without a directory the file is temporary.
     """
 
     def __init__(self, engine: Engine, clients: int, directory: Path | None):
@@ -143,11 +132,11 @@ class MemoryMappedPersonalModels:
         )
 
     def commit(self, models: Parameters, layout: CohortLayout) -> None:
-        """Take the models back after a round; they are written when they are computed and needed."""
+        """Store the models after a round: they are written at the next checkout."""
         self.unwritten = models, layout
 
     def release(self, models: Parameters) -> None:
-        """Take models back that were only read."""
+        """Return models that were only read."""
         self.staging = models
 
     def _write(self) -> None:
@@ -194,8 +183,7 @@ class MemoryMappedPersonalModels:
         models = np.zeros((len(clients), len(self.engine.run_V), self.engine.parameters), ROW_TYPE)
         has_row = self.row_K[clients] != NO_ROW
         if has_row.any():
-            leaves = self._read(clients[has_row])
-            models[has_row] = np.concatenate([leaf.reshape(*leaf.shape[:2], -1) for leaf in leaves], axis=2)
+            models[has_row] = _flatten(self._read(clients[has_row]))
         return models
 
     def state_arrays(self, clients: np.ndarray) -> StateArrays:
@@ -208,16 +196,18 @@ class MemoryMappedPersonalModels:
         return {"personal_row_K": self.checkpoint_row_K}
 
     def restore(self, arrays: dict[str, Any], clients: np.ndarray) -> None:
-        """Take over the rows that `state_arrays` returned, with the file as it is.
+        """Restore the rows that `state_arrays` returned.
 
         Raises:
-            RunError: If the file is gone or too short.
+            RunError: If the file is missing or too short.
         """
         self.row_K = np.array(arrays["personal_row_K"])
         self.checkpoint_row_K, self.unwritten = self.row_K.copy(), None
         self.file_rows = int(self.row_K.max(initial=NO_ROW)) + 1
         if self._file_bytes() < self.file_rows * self.row_bytes:
-            message = f"{self.path or 'the temporary file'} is gone or too short: this run's personal models were in it"
+            message = (
+                f"{self.path or 'the temporary file'} is missing or too short: this run's personal models were in it"
+            )
             raise RunError(message, "directory", self.path)
         if self.file_rows > 0:
             self._open("r+b")
@@ -240,6 +230,11 @@ class MemoryMappedPersonalModels:
             self.file = tempfile.TemporaryFile() if temporary else open(str(self.path), mode)  # noqa: SIM115
             weakref.finalize(self, self.file.close)
         return self.file
+
+
+def _flatten(leaves: list[np.ndarray]) -> np.ndarray:
+    """The leaves of models as one row of parameters for each model."""
+    return np.concatenate([leaf.reshape(*leaf.shape[:2], -1) for leaf in leaves], axis=2)
 
 
 def _zeros(engine: Engine, rows: int) -> Parameters:

@@ -87,14 +87,7 @@ class RoundInputs(NamedTuple):
 
 
 class Engine:
-    """A compiled round for one model, one way of local training and one layout of the data.
-
-    Args:
-        model: The model.
-        training: How clients train.
-        server: The server's optimizer.
-        config: The layout of the data and the number of models.
-    """
+    """A compiled round for one model, one way of local training and one layout of the data."""
 
     def __init__(self, model: Model, training: LocalTraining, server: Optimizer, config: EngineConfig):
         self.model, self.training, self.server, self.config = model, training, server, config
@@ -104,6 +97,7 @@ class Engine:
         on_gpu = jax.default_backend() == "gpu"
         self.chunk = self._gpu_chunk() if on_gpu else 8  # a core's cache holds few clients
         self.by_client, self.replicated = NamedSharding(self.mesh, BY_CLIENT), NamedSharding(self.mesh, REPLICATED)
+        self._example_spec = REPLICATED if config.replicated else BY_CLIENT
         self.like = jax.eval_shape(model.init, jax.random.key(0))
         zeros_P, self.unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, self.like))
         self.parameters = zeros_P.size
@@ -247,11 +241,6 @@ class Engine:
 
         sums_R = jax.vmap(sum_run, in_axes=(0, 0, 1, 1))(params_R, inputs.clip_R, *updates_R)
         return sums_R, personal_CV
-
-    @property
-    def _example_spec(self) -> PartitionSpec:
-        """How examples are distributed over the devices."""
-        return REPLICATED if self.config.replicated else BY_CLIENT
 
     def _gram_matrices(self, x_N: Array) -> Array:
         """The Gram matrix of every client, where all have as many examples and these are stored without gaps."""

@@ -22,24 +22,14 @@ CHECKPOINT_SHARE = 20  # checkpoints take at most one part in this many of the t
 
 
 class Progress(NamedTuple):
-    """The progress of a run.
+    """The progress of a run."""
 
-    Args:
-        variant: The name of the variant, and how many run with it.
-        number: The number of the variant, from 1.
-        variants: The number of variants.
-        round: The rounds completed.
-        rounds: The rounds to complete.
-        accuracies: Each variant's accuracy on the server's test set in the last evaluation.
-        billings: Each variant's billing.
-    """
-
-    variant: str
-    number: int
+    variant: str  # its name, and how many run with it
+    number: int  # from 1
     variants: int
     round: int
     rounds: int
-    accuracies: tuple[float, ...] = ()
+    accuracies: tuple[float, ...] = ()  # each variant's on the server's test set, in the last evaluation
     billings: tuple[RunBilling, ...] = ()
 
     def epsilon(self) -> dict[str, tuple[float, float]]:
@@ -111,15 +101,13 @@ class VariantBatch:
             self.save_checkpoint()
         for part, history in zip(self.parts, self.simulation.histories, strict=True):
             part.rewrite_history(history)
-        if not self.watch(Progress(self.title, self.number, len(self.experiment.variants), 0, self.experiment.rounds)):
+        if not self.watch(self._start_progress()):
             raise Interrupted
-        self.simulation.run(
-            self.experiment.rounds, self._charge_round, self._record_round, self.experiment.evaluate_every
-        )
+        rounds, evaluate_every = self.experiment.rounds, self.experiment.evaluate_every
+        self.simulation.run(rounds, self._charge_round, self._record_round, evaluate_every)
         if not self._is_evaluated():  # it was stopped between evaluations
-            for history, part, rows in zip(
-                self.simulation.histories, self.parts, self.simulation.evaluate(), strict=True
-            ):
+            evaluations = self.simulation.evaluate()
+            for history, part, rows in zip(self.simulation.histories, self.parts, evaluations, strict=True):
                 history += rows
                 part.append_history(rows)
         return self._finish()
@@ -127,22 +115,21 @@ class VariantBatch:
     def _make_billings(self, run_id: str, ledger: Ledger | None) -> list[RunBilling]:
         """A billing for each global training; with a ledger there is one, in the name of its first variant."""
         billings = {}
-        for variant, number, mechanism in zip(
-            self.variants, self.simulation.run_of, self.simulation.mechanisms, strict=True
-        ):
+        experiment, simulation = self.experiment, self.simulation
+        for variant, number, mechanism in zip(self.variants, simulation.run_of, simulation.mechanisms, strict=True):
             if number not in billings:
                 billings[number] = RunBilling(
                     mechanism,
                     ledger,
                     f"{run_id}/{variant.name}",
-                    repeatable=self.experiment.repeatable,
-                    on_exhausted=self.experiment.on_budget_exhausted,
-                    delta_of=self.experiment.delta_of,
-                    completed=self.simulation.round,
+                    repeatable=experiment.repeatable,
+                    on_exhausted=experiment.on_budget_exhausted,
+                    delta_of=experiment.delta_of,
+                    completed=simulation.round,
                     replayed_rounds=self.replayed_rounds,
-                    population=self.experiment.population,
+                    population=experiment.population,
                 )
-        return [billings[number] for number in self.simulation.run_of]
+        return [billings[number] for number in simulation.run_of]
 
     def _charge_round(self, simulation: Simulation) -> bool:
         """Charge the next round to the ledger, before anything of it can be seen; False where budgets are exhausted."""
@@ -165,9 +152,8 @@ class VariantBatch:
         if not go_on or start - self.checkpoint_time >= self.checkpoint_pause:
             self.save_checkpoint()
             self.checkpoint_time = time.monotonic()
-            self.checkpoint_pause = max(
-                self.experiment.checkpoint_seconds, CHECKPOINT_SHARE * (self.checkpoint_time - start)
-            )
+            pause = CHECKPOINT_SHARE * (self.checkpoint_time - start)
+            self.checkpoint_pause = max(self.experiment.checkpoint_seconds, pause)
         if not go_on:
             raise Interrupted
 
@@ -176,16 +162,15 @@ class VariantBatch:
         history = self.simulation.histories[0]
         return bool(history) and history[-1].round == self.simulation.round
 
+    def _start_progress(self) -> Progress:
+        return Progress(self.title, self.number, len(self.experiment.variants), 0, self.experiment.rounds)
+
     def _progress(self) -> Progress:
         accuracies = (_last_accuracy(history) for history in self.simulation.histories)
-        return Progress(
-            self.title,
-            self.number,
-            len(self.experiment.variants),
-            self.simulation.round,
-            self.experiment.rounds,
-            tuple(accuracy for accuracy in accuracies if accuracy is not None),
-            tuple(self.billings),
+        return self._start_progress()._replace(
+            round=self.simulation.round,
+            accuracies=tuple(accuracy for accuracy in accuracies if accuracy is not None),
+            billings=tuple(self.billings),
         )
 
     def save_checkpoint(self) -> None:
@@ -198,19 +183,11 @@ class VariantBatch:
         rounds, seconds = self.simulation.round, self.seconds / len(self.variants)
         scores = self.simulation.client_scores()
         results = []
-        for variant, billing, mechanism, history in zip(
-            self.variants, self.billings, self.mechanisms, self.simulation.histories, strict=True
-        ):
+        repeatable, columns = self.experiment.repeatable, (self.variants, self.billings, self.mechanisms)
+        for variant, billing, mechanism, history in zip(*columns, self.simulation.histories, strict=True):
             groups = account_groups(mechanism, partial(billing.costs, rounds=rounds), self.experiment.delta_of)
-            result = VariantResult(
-                variant.name,
-                variant.algorithm,
-                rounds,
-                seconds,
-                self.experiment.repeatable,
-                groups,
-                stopped=self.stopped,
-            )
+            result = VariantResult(variant.name, variant.algorithm, rounds, seconds, repeatable, groups)
+            result.stopped = self.stopped
             results.append(attach_metrics(result, history))
         for number in reversed(range(len(results))):
             variant_scores = {model: score_KV[:, number].astype(np.float32) for model, score_KV in scores.items()}

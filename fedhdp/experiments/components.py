@@ -45,8 +45,7 @@ class PythonFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Call one of the file's functions.
 
         Raises:
-            ConfigError: If the file cannot be read or has changed, has no such function, or raises an error; the message
-                names the line.
+            ConfigError: If the file has changed, has no such function or fails; the message names the line.
         """
         module = _module(self.file, self._read())
         if not callable(getattr(module, function, None)):

@@ -13,14 +13,8 @@ import tomli_w
 from fedhdp.algorithms import ALGORITHMS
 from fedhdp.client import LocalTraining
 from fedhdp.errors import ConfigError, InvalidValueError, require
-from fedhdp.experiments.components import (
-    COMPONENT_NAMES,
-    DataConfig,
-    MlpConfig,
-    ModelConfig,
-    PythonFile,
-    describe_data,
-)
+from fedhdp.experiments import components
+from fedhdp.experiments.components import DataConfig, MlpConfig, ModelConfig, PythonFile, describe_data
 from fedhdp.experiments.errors import FieldNames, config_error
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, Sampling
 from fedhdp.privacy.budget import Budget, OnBudgetExhausted
@@ -56,14 +50,13 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         require(self.algorithm in ALGORITHMS, "algorithm", self.algorithm, f"one of {', '.join(ALGORITHMS)}")
-        valid = is_directory_name(self.name)
-        require(valid, "name", self.name, "short, and not the name of a file of the run")
+        require(is_directory_name(self.name), "name", self.name, "short, and not the name of a file of the run")
 
     def mechanism(self, base: Mechanism) -> Mechanism:
         """Apply the variant's changes and its algorithm to the experiment's mechanism.
 
         Raises:
-            InvalidValueError: If a change names no group, or a value is out of range.
+            InvalidValueError: If a name is of no group, or a value is out of range.
         """
         names = [group.name for group in base.groups]
         for field in ("weights", "pulls", "noise_multipliers"):
@@ -99,7 +92,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         noise_seed: Seed of noise and cohorts: repeatable, not private. None draws from the operating system's entropy.
         evaluate_every: Rounds between evaluations; the last round is always evaluated.
         checkpoint_seconds: Seconds between checkpoints, at least.
-        delta: The delta of groups that have none of their own.
+        delta: The delta of groups without a delta.
         ledger: The file with what the population has spent; relative to the experiment's file.
         budgets: Budgets over all runs of the ledger, by group.
         on_budget_exhausted: Whether the run stops, or goes on without the group.
@@ -185,11 +178,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def resolve(self, directory: Path) -> Experiment:
         """The same experiment with the paths that are relative to this directory made absolute."""
-
-        def resolve_file(file: PythonFile) -> PythonFile:
-            return file.resolve(directory)
-
-        return self._with_files(resolve_file, self.ledger and str(directory / self.ledger))
+        return self._with_files(lambda file: file.resolve(directory), self.ledger and str(directory / self.ledger))
 
     def pin(self) -> Experiment:
         """The same experiment with absolute paths and the checksums of its Python files."""
@@ -210,28 +199,12 @@ def _override(value: Any, changes: Mapping[str, Any], path: str) -> Any:
         raise config_error(error, changes, FIELDS, prefix=path) from error
 
 
-FIELDS = FieldNames(
-    [
-        *get_args(DataConfig),
-        *get_args(ModelConfig),
-        GroupConfig,
-        MechanismConfig,
-        AdaptiveClip,
-        LocalTraining,
-        ServerOptimizer,
-        Variant,
-        Budget,
-        Experiment,
-    ]
-)
+_PARTS = (GroupConfig, MechanismConfig, AdaptiveClip, LocalTraining, ServerOptimizer, Variant, Budget)
+FIELDS = FieldNames([*get_args(DataConfig), *get_args(ModelConfig), *_PARTS, Experiment])
 
 
 def from_toml(text: str, source: str) -> Experiment:
-    """Read an experiment.
-
-    Args:
-        text: The TOML.
-        source: The file, for messages.
+    """Read an experiment; messages name the source.
 
     Raises:
         ConfigError: If it is not TOML, or a field is unknown, missing, of the wrong type or out of range.
@@ -240,7 +213,7 @@ def from_toml(text: str, source: str) -> Experiment:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source}: not TOML: {error}") from error
-    for table, names in COMPONENT_NAMES.items():
+    for table, names in components.COMPONENT_NAMES.items():
         if isinstance(raw.get(table), dict):
             raw[table] = {"name": names[0]} | raw[table]
             name = raw[table]["name"]

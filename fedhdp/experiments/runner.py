@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
-from fedhdp.data import FederatedData
 from fedhdp.devices import use_cpu_cores
 from fedhdp.engine.personal_store import personal_bytes, personal_bytes_limit
 from fedhdp.errors import ConfigError, RunError
@@ -26,7 +25,6 @@ from fedhdp.results.store import (
     SUMMARY_FILE,
     DamagedRunError,
     RunDirectory,
-    VariantDirectory,
     read_value,
     write_value,
 )
@@ -35,15 +33,12 @@ from fedhdp.simulation import Simulation
 
 
 def run(experiment: Experiment, out: Path, watch: Watch) -> Summary:
-    """Run an experiment into a new directory.
+    """Run an experiment into a new directory; a run that cannot start leaves none.
 
     Args:
         experiment: The experiment.
-        out: The directory; a run that cannot start leaves none.
+        out: The directory.
         watch: Called with the progress after every round; False interrupts the run.
-
-    Returns:
-        The results.
 
     Raises:
         Interrupted: If the watcher interrupted it.
@@ -61,11 +56,7 @@ def run(experiment: Experiment, out: Path, watch: Watch) -> Summary:
 
 
 def resume(out: Path, watch: Watch) -> Summary:
-    """Resume the run in a directory, or return its results if it is finished.
-
-    Args:
-        out: The directory.
-        watch: As in `run`.
+    """Resume the run in a directory, or return its results if it is finished; ``watch`` as in `run`.
 
     Raises:
         Interrupted: If the watcher interrupted it.
@@ -139,38 +130,19 @@ def _run(experiment: Experiment, mechanism: Mechanism, directory: RunDirectory, 
         cohort_entropy = os_entropy(4) if private and experiment.ledger is None else None  # all variants are paired
         with _open_ledger(experiment, mechanism, mechanisms) as ledger:
             for numbers in _batches(experiment, mechanisms, model):
-                if any(results[number] is None for number in numbers):
-                    simulation = _simulation(experiment, numbers, mechanisms, data, model, parts, cohort_entropy)
-                    batch = VariantBatch(experiment, numbers, simulation, parts, watch)
-                    for number, result in zip(numbers, batch.run(directory.id, ledger), strict=True):
-                        results[number] = result
+                if all(results[number] is not None for number in numbers):
+                    continue
+                batch_mechanisms = [mechanisms[number] for number in numbers]
+                settings = (*experiment.overrides(numbers[0]), experiment.seed, experiment.noise_seed)
+                path = parts[numbers[0]].path
+                simulation = Simulation(data, model, batch_mechanisms, *settings, path, cohort_entropy)
+                batch = VariantBatch(experiment, numbers, simulation, parts, watch)
+                for number, result in zip(numbers, batch.run(directory.id, ledger), strict=True):
+                    results[number] = result
     variants = [result for result in results if result is not None]
     summary = Summary(experiment.name, sum(result.seconds for result in variants), variants, *provenance())
     write_value(directory.path / SUMMARY_FILE, summary)
     return summary
-
-
-def _simulation(
-    experiment: Experiment,
-    numbers: list[int],
-    mechanisms: list[Mechanism],
-    data: FederatedData,
-    model: Model,
-    parts: list[VariantDirectory],
-    cohort_entropy: np.ndarray | None,
-) -> Simulation:
-    training, server_optimizer = experiment.overrides(numbers[0])
-    return Simulation(
-        data,
-        model,
-        [mechanisms[number] for number in numbers],
-        training,
-        server_optimizer,
-        experiment.seed,
-        experiment.noise_seed,
-        parts[numbers[0]].path,
-        cohort_entropy,
-    )
 
 
 def _batches(experiment: Experiment, mechanisms: list[Mechanism], model: Model) -> list[list[int]]:

@@ -91,7 +91,7 @@ class RunBilling:
             InvalidValueError: If there is a ledger and the mechanisms differ in more than pulls.
         """
         mechanisms = list(mechanisms)
-        trainings = set(map(_without_pulls, mechanisms)) if self.ledger is not None else ()
+        trainings = {mechanism.without_pulls for mechanism in mechanisms} if self.ledger is not None else ()
         require(
             len(trainings) <= 1, "mechanisms", len(trainings), "such that they differ in pulls alone: one is charged"
         )
@@ -281,10 +281,6 @@ def drop_groups(mechanism: Mechanism, names: Iterable[str]) -> Mechanism:
     dropped = set(names)
     groups = (replace(group, sampling_rate=0.0) if group.name in dropped else group for group in mechanism.groups)
     return replace(mechanism, groups=tuple(groups))
-
-
-def _without_pulls(mechanism: Mechanism) -> Mechanism:
-    return replace(mechanism, groups=tuple(replace(group, pull=0.0) for group in mechanism.groups))
 
 
 def _round_costs(mechanism: Mechanism, repeatable: bool) -> dict[str, PrivacyCost]:

@@ -1,16 +1,19 @@
-"""The reference of the command line, made from the commands themselves while the site is built.
+"""What is made while the site is built: the reference of the command line, and formulas as MathML.
 
-`python docs/hooks.py` prints the same Markdown.
+MathML needs no script and no network. `python docs/hooks.py` prints the reference of the command line.
 """
 
 from __future__ import annotations
 
+import html
 import inspect
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 MARKER = "<!-- every command -->"
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -23,6 +26,17 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         The text with the commands in it, where the page has the marker.
     """
     return markdown.replace(MARKER, command_line()) if MARKER in markdown else markdown
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Replace the formulas of a page, which are in TeX, by MathML."""
+    return FORMULA.sub(_mathml, content) if "arithmatex" in content else content
+
+
+def _mathml(match: re.Match[str]) -> str:
+    from latex2mathml.converter import convert
+
+    return convert(html.unescape(match.group(2)), display="block" if match.group(1) == "div" else "inline")
 
 
 def command_line() -> str:

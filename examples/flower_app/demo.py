@@ -1,7 +1,7 @@
 """A whole deployment on one machine: a SuperLink, five SuperNodes with three privacy levels, and a table of results.
 
     python demo.py                # in a temporary directory; every process is stopped afterwards
-    python demo.py --simulate 20  # no SuperNodes: twenty virtual clients in Flower's simulation engine
+    python demo.py --simulate 20  # no SuperNodes: twenty virtual clients; needs flwr[simulation]
     python demo.py --keep DIR     # in a directory that stays
 
 ``Fleet`` starts and stops the processes; the project's tests use it too.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -23,12 +24,12 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-HERE = Path(__file__).parent
+APP = Path(__file__).parent
 LEVEL_OF_OWNER = {"anna": "open", "ben": "relaxed", "cleo": "relaxed", "dan": "strict", "eve": None}  # Eve chooses none
 
 
 class Fleet:
-    """Flower's processes, each in its own process group, with their own logs, ports and home directory.
+    """Flower's processes, each in its own process group, with separate logs, ports and home directory.
 
     Args:
         directory: Where logs and Flower's home directory are.
@@ -215,6 +216,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--simulate", type=int, default=0, metavar="N", help="with N virtual clients")
     arguments = parser.parse_args()
+    if arguments.simulate and importlib.util.find_spec("ray") is None:
+        parser.error("--simulate needs Flower's simulation engine: pip install 'flwr[simulation]'")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with contextlib.ExitStack() as stack:
         directory = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flower-demo-")))
@@ -228,7 +231,7 @@ def main() -> None:
         else:
             fleet.superlink()
             start_supernodes(fleet)
-        run = fleet.submit(HERE, arguments.simulate, **run_config)
+        run = fleet.submit(APP, arguments.simulate, **run_config)
         print(f"run {run} at 127.0.0.1:{fleet.port}, logs in {fleet.directory}", flush=True)
         show_progress(fleet, run, out)
         print_results(out, ledger)

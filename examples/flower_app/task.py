@@ -33,7 +33,7 @@ def choose_level(context: Context) -> str | None:
 
 
 def load_examples(context: Context) -> dict[str, np.ndarray]:
-    """The client's own training and test examples: made once, and kept in its directory."""
+    """The client's own training and test examples: generated once and stored in its directory."""
     number, samples = int(context.node_config["partition-id"]), int(context.run_config["app.samples"])
     directory = context.node_config.get("directory")
     if not directory:

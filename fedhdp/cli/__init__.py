@@ -1,7 +1,6 @@
 """The command line: parse, call one function, print. Results go to standard output, everything else to standard error.
 
-Each command or family of commands has a module. The modules import NumPy, JAX and the rest of fedhdp inside functions, so
-that the help starts fast.
+Each command, or family of commands, has a module, which imports the rest of fedhdp inside functions: the help starts fast.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ def _cut_value(error: Exception) -> str:
     return str(error).replace(value, short)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(value: bool) -> None:
+    if value:
         print(f"fedhdp {fedhdp.__version__}")
         raise typer.Exit
 
@@ -81,7 +80,7 @@ def _global_options(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Directory of real data; default FEDHDP_DATA, or fedhdp in the user's cache.",
+            help="Directory of the datasets. Default: the variable FEDHDP_DATA, or fedhdp in the user's cache.",
             file_okay=False,
         ),
     ] = None,

@@ -40,10 +40,8 @@ def delta_warnings(delta: float, clients: int) -> list[str]:
     """A warning about a delta that permits publishing a client's data; none where it is small enough."""
     if delta * clients < 1:
         return []
-    return [
-        f"delta {delta:g} with {clients:,} clients permits publishing the data of a random client; "
-        f"take one far below {1 / clients:.1g}"
-    ]
+    risk = f"delta {delta:g} with {clients:,} clients permits publishing the data of a random client"
+    return [f"{risk}; take one far below {1 / clients:.1g}"]
 
 
 def new_table(texts: Iterable[str], numbers: Iterable[str]) -> Table:
@@ -57,12 +55,9 @@ def new_table(texts: Iterable[str], numbers: Iterable[str]) -> Table:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table in as many pieces as the console's width requires.
+    """Print a table from `new_table` in as many pieces as the console's width requires.
 
-    Args:
-        console: Where to print.
-        table: A table from `new_table`. Each piece repeats its columns of text, which may fold to half of the width, and has
-            as many columns of numbers as fit.
+    Each piece repeats the columns of text, which may fold to half of the width, and has as many columns of numbers as fit.
     """
     texts = [column for column in table.columns if column.justify == "left"]
     numbers = [column for column in table.columns if column.justify != "left"]

@@ -67,13 +67,7 @@ class CountDisplay(_Display):
         super().__init__(error_console(), BarColumn(bar_width=24), percent, TimeRemainingColumn(compact=True))
 
     def update(self, description: str, completed: int, total: int) -> None:
-        """Show how much of a task is completed.
-
-        Args:
-            description: The task; each has a bar.
-            completed: Bytes or items.
-            total: All of them; 0 if unknown.
-        """
+        """Show how many bytes or items of a task are completed; a total of 0 is unknown."""
         if self.console.is_terminal:
             self._update_bar(description, description, completed, total or None)
         elif self._line_due():
@@ -123,14 +117,7 @@ class ProgressDisplay(_Display):
         self.console.print("stopping after this round; Ctrl-C again stops at once", style="yellow")
 
     def watch(self, progress: Progress) -> bool:
-        """Show the progress of a run.
-
-        Args:
-            progress: The variant and its rounds.
-
-        Returns:
-            Whether the run goes on: False after Ctrl-C.
-        """
+        """Show the progress of a run; return whether it goes on, which it does not after Ctrl-C."""
         if progress.number != self._number:
             self._number, self._first_round, self._note_time = progress.number, 0, -math.inf
         if not self._first_round:
@@ -162,8 +149,8 @@ class ProgressDisplay(_Display):
 
     def _cut_note(self, progress: Progress) -> str:
         """As much of the note as fits behind the other columns."""
-        other_columns = len(progress.variant) + self._bar_width + 2 * len(str(progress.rounds))
-        room = self.console.width - other_columns - len(" 999.9 rounds/s 00:00 ") - 3
+        columns = len(progress.variant) + self._bar_width + 2 * len(str(progress.rounds))
+        room = self.console.width - columns - len(" 999.9 rounds/s 00:00 ") - 3
         if len(self._note) <= room:
             return self._note
         return f"{self._note[: room - 1]}…" if room > 10 else ""

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-import msgspec
 import typer
 
+from fedhdp.cli._options import Json
 from fedhdp.cli._output import console, delta_warnings, epsilon_text, new_table, print_json, print_table
 from fedhdp.errors import ConfigError
-from fedhdp.mechanism import Sampling
-from fedhdp.privacy.accounting import ADJACENCY, SAMPLER, Accountant, pluralize
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from fedhdp.experiments.config import Experiment
     from fedhdp.flower.config import Deployment
+    from fedhdp.mechanism import Sampling
     from fedhdp.privacy.reports import LevelReport, MechanismReport, RoundsReport, Tuning
 
 Number = TypeVar("Number", int, float)
+REPEATABLE = "Noise or cohorts come from a given seed, so nothing is private."
 BAR_WIDTH = 40  # of the longest bar of the curve, in characters
 
 
@@ -29,28 +29,30 @@ def account(
     experiment: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME, FILE.toml or APP]",
-            help="An experiment, or the folder of a Flower app: the epsilon of each group or level.",
+            metavar="[NAME, FILE.toml or APP]", help="An experiment, a run's directory, or the folder of a Flower app."
         ),
     ] = None,
-    noise_multiplier: Annotated[
-        float | None, typer.Option(help="The noise as a multiple of the L2 sensitivity.")
-    ] = None,
-    epsilon: Annotated[float | None, typer.Option(help="Instead of the noise: calibrate it for this epsilon.")] = None,
+    noise_multiplier: Annotated[float | None, typer.Option(help="Noise as a multiple of the L2 sensitivity.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Instead of noise: find the noise for this epsilon.")] = None,
     sampling_rate: Annotated[
         float | None, typer.Option(help="The probability that a client takes part in a round.")
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="The number of rounds.")] = None,
-    delta: Annotated[float | None, typer.Option(help="The delta; default 1e-4.")] = None,
-    accountant: Annotated[Accountant | None, typer.Option(help="Default rdp.")] = None,
-    sampling: Annotated[Sampling | None, typer.Option(help="Default poisson.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
+    delta: Annotated[float | None, typer.Option(help="Delta; default 1e-4, or the experiment's.")] = None,
+    accountant: Annotated[
+        Literal["rdp", "pld"] | None, typer.Option(help="How epsilon is computed; default rdp.")
+    ] = None,
+    sampling: Annotated[
+        Literal["poisson", "fixed"] | None, typer.Option(help="How cohorts are sampled; default poisson.")
+    ] = None,
     tuning_trials: Annotated[
-        float | None, typer.Option(help="Mean number of private runs of which only the best is shown.")
+        float | None,
+        typer.Option(help="Price a tuning: only the best of several runs is shown. How many runs, on average."),
     ] = None,
     tuning_shape: Annotated[
-        float, typer.Option(help="Distribution of that number: inf Poisson, 1 geometric, 0 logarithmic.")
+        float, typer.Option(help="Distribution of the number of runs: inf Poisson, 1 geometric, 0 logarithmic.")
     ] = math.inf,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     """Compute the epsilon of noise, the noise for an epsilon, or the epsilons of an experiment or a Flower app.
 
@@ -84,8 +86,8 @@ def account(
         _account_named(experiment, rounds, delta, tuning, json)
         return
     if (noise_multiplier is None) == (epsilon is None):
-        numbers_given = "neither" if epsilon is None else f"{noise_multiplier:g} and --epsilon {epsilon:g}"
-        message = f"--noise-multiplier or --epsilon must be given, or an experiment, got {numbers_given}"
+        values = "neither" if epsilon is None else f"{noise_multiplier:g} and --epsilon {epsilon:g}"
+        message = f"--noise-multiplier or --epsilon must be given, or an experiment, got {values}"
         raise ConfigError(message, "--noise-multiplier", noise_multiplier)
     report = account_rounds(
         _required("--sampling-rate", sampling_rate),
@@ -108,6 +110,8 @@ def _required(name: str, value: Number | None) -> Number:
 
 
 def _account_named(name: str, rounds: int | None, delta: float | None, tuning: Tuning | None, json: bool) -> None:
+    import msgspec
+
     from fedhdp.results.store import EXPERIMENT_FILE
 
     changes: dict[str, Any] = {key: value for key, value in (("rounds", rounds), ("delta", delta)) if value is not None}
@@ -137,12 +141,15 @@ def _account_experiment(experiment: Experiment, tuning: Tuning | None, json: boo
     if json:
         trials = None if tuning is None else str(tuning)
         header = {"experiment": experiment.name, "tuning": trials, "drops_groups": drops_groups}
-        print_json(header | {"mechanisms": reports})
-    else:
-        _print_mechanisms(experiment.name, reports, tuning, drops_groups)
+        print_json(header | {"repeatable": experiment.repeatable, "mechanisms": reports})
+        return
+    _print_mechanisms(experiment.name, reports, tuning, drops_groups)
+    if experiment.repeatable:
+        console().print(REPEATABLE, style="yellow")
 
 
 def _account_app(deployment: Deployment, json: bool) -> None:
+    from fedhdp.privacy.accounting import ADJACENCY
     from fedhdp.privacy.reports import account_levels
 
     mechanism = deployment.mechanism(dict.fromkeys(deployment.levels, 1))
@@ -162,6 +169,8 @@ def _account_app(deployment: Deployment, json: bool) -> None:
 
 
 def _print_levels(deployment: Deployment, sampling: Sampling, levels: list[LevelReport]) -> None:
+    from fedhdp.privacy.accounting import ADJACENCY, SAMPLER, pluralize
+
     out = console()
     basis = f"{SAMPLER[sampling]}, {ADJACENCY[sampling]}"
     out.print(f"{deployment.name}: epsilon of each level after {pluralize(deployment.rounds)} ({basis})")
@@ -183,10 +192,12 @@ def _print_levels(deployment: Deployment, sampling: Sampling, levels: list[Level
         "server's ledger adds up all runs, by RDP; rounds that a crash interrupts are charged again."
     )
     if deployment.repeatable:
-        out.print("noise or cohorts come from a given seed, so nothing is private", style="yellow")
+        out.print(REPEATABLE, style="yellow")
 
 
 def _print_rounds(report: RoundsReport) -> None:
+    from fedhdp.privacy.accounting import SAMPLER, pluralize
+
     out = console()
     basis = (
         f"q {report.sampling_rate:g}, {SAMPLER[report.sampling]}, {report.adjacency}, "
@@ -202,8 +213,9 @@ def _print_rounds(report: RoundsReport) -> None:
     else:
         noise = epsilon_text(report.noise_multiplier)
         out.print(
-            f"Noise multiplier {noise}: noise of {noise} times the L2 sensitivity keeps {rounds} within epsilon "
-            f"{epsilon_text(report.target_epsilon)} at delta {report.delta:g}, at {epsilon_text(report.epsilon)} ({basis})."
+            f"Noise multiplier {noise}, for epsilon at most {epsilon_text(report.target_epsilon)}: epsilon "
+            f"{epsilon_text(report.epsilon)} at delta {report.delta:g} after {rounds} with noise of {noise} times the L2 "
+            f"sensitivity ({basis})."
         )
     if report.unprotected:
         out.print("Without noise nothing is protected: this is opting out.")
@@ -229,6 +241,8 @@ def _print_curve(out: Console, report: RoundsReport) -> None:
 
 
 def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning | None, drops_groups: bool) -> None:
+    from fedhdp.privacy.accounting import SAMPLER, pluralize
+
     out, groups = console(), reports[0].groups
     basis = f"{SAMPLER[groups[0].sampling]}, {groups[0].adjacency}"
     out.print(f"{name}: epsilon of each group after {pluralize(groups[0].rounds)} ({basis})")
@@ -237,7 +251,7 @@ def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning 
     for report in reports:
         for number, group in enumerate(report.groups):
             rows.add_row(
-                "" if number else ", ".join(report.variants),
+                "" if number else ",\n".join(report.variants),
                 group.group,
                 f"{group.clients:,}",
                 f"{group.sampling_rate:g}",
@@ -253,10 +267,11 @@ def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning 
         out.print(line, style="yellow")
     if drops_groups:
         out.print(
-            "A group whose budget is exhausted is dropped, and the noise that it required with it: the other groups get "
-            "the noise of their own level from then on, and may reach a larger epsilon than this."
+            "A group whose budget is exhausted is dropped, and with it the noise that it required. From then on the "
+            "other groups get the noise of their level alone, and may reach a larger epsilon than this."
         )
     if tuning is not None:
         out.print(
-            f"tuned: {tuning}, each a variant that gives the group noise, by RDP, if nothing of the rest is shown"
+            f"ε tuned: {tuning}, by RDP. Each trial is one of the variants that give the group noise, and nothing of the "
+            "other trials may be shown."
         )

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedhdp.cli._options import Json
 from fedhdp.cli._output import console, print_json
 
 if TYPE_CHECKING:
     from fedhdp.datasets.cache import DatasetStatus
 
 app = typer.Typer(suggest_commands=False, help="List datasets and where they come from; import or download them.")
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -65,7 +65,7 @@ def import_data(
 def download(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A dataset; see `fedhdp data list`.")],
     sha256: Annotated[
-        str | None, typer.Option(help="The checksum that the file must have; the default is in the catalog.")
+        str | None, typer.Option(help="Checksum that the file must have. Default: the one that fedhdp knows.")
     ] = None,
 ) -> None:
     """Download a dataset, verify it and import it. An interrupted download resumes.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedhdp.cli._options import Json
 from fedhdp.cli._output import console, epsilon_text, new_table, print_json, print_table
-from fedhdp.privacy.accounting import pluralize
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +29,7 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="The ledger of the po
 def show(
     file: File,
     delta: Annotated[float, typer.Option(help="The delta for groups without a budget; a budget has its own.")] = 1e-4,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     """Show each group's budget, its epsilon over all runs, and how many rounds are left.
 
@@ -71,13 +71,13 @@ def promise(
     with Ledger(file) as ledger:
         ledger.promise(group, epsilon, delta)
         standing = group_standing(ledger, group, delta)
-    note = "" if standing.clients else " It has not been in a run yet; the budget holds from its first round."
+    note = "" if standing.clients else " The group has not been in a run yet; the budget holds from its first round."
     if (standing.epsilon or 0.0) > epsilon:
         note = " The budget is exceeded already, so no further round can be charged."
     if is_new:
         console().print(f"{file}: a new ledger")
     console().print(
-        f"{group}: the budget is {Budget(epsilon, delta)}; over all runs epsilon is {epsilon_text(standing.epsilon)}.{note}"
+        f"{group}: the budget is {Budget(epsilon, delta)}; epsilon over all runs is {epsilon_text(standing.epsilon)}.{note}"
     )
 
 
@@ -95,7 +95,9 @@ def _print_groups(out: Console, groups: list[GroupStanding]) -> None:
             _format_rounds_left(group.rounds_left),
         )
     print_table(out, rows)
-    out.print("Budgets are kept by RDP; left: rounds like those of the group's last run that its budget still allows\n")
+    out.print(
+        "Budgets are checked by RDP. left: how many more rounds, like those of its last run, the budget allows.\n"
+    )
     for group in groups:
         out.print(f"{group.group}: {_format_charges(group)}")
 
@@ -107,6 +109,8 @@ def _format_rounds_left(rounds: float | None) -> str:
 
 
 def _format_charges(group: GroupStanding) -> str:
+    from fedhdp.privacy.accounting import pluralize
+
     parts = []
     for charge in group.charges:
         basis = f"z {charge['noise_multiplier']:.4g}, q {charge['sampling_rate']:g} ({charge['sampling']})"
@@ -116,7 +120,7 @@ def _format_charges(group: GroupStanding) -> str:
 
 
 def _print_runs(out: Console, runs: tuple[Run, ...]) -> None:
-    rows = new_table(("run", "started"), ("rounds charged",))
+    rows = new_table(("run", "started (UTC)"), ("rounds charged",))
     for run in runs:
-        rows.add_row(run.name, run.started, f"{run.charged:,}")
+        rows.add_row(run.name, run.started[:16].replace("T", " "), f"{run.charged:,}")
     print_table(out, rows)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from fedhdp.cli._options import Json
 from fedhdp.cli._output import console, delta_warnings, epsilon_text, new_table, print_json, print_table
 from fedhdp.errors import ConfigError, InvalidValueError
-from fedhdp.privacy.accounting import pluralize
 
 if TYPE_CHECKING:
     from fedhdp.theory.planning import ErrorEstimate, LevelShare, Plan
@@ -34,12 +34,12 @@ def plan(
     clients: Annotated[int, typer.Option(help="Number of clients in the population.")] = 2000,
     cohort: Annotated[float, typer.Option(help="Expected number of clients in a round.")] = 100,
     rounds: Annotated[int, typer.Option(help="Number of rounds.")] = 500,
-    delta: Annotated[float, typer.Option(help="Delta of every level's guarantee.")] = 1e-4,
+    delta: Annotated[float, typer.Option(help="Delta of each level's epsilon.")] = 1e-4,
     parameters: Annotated[int, typer.Option(help="Number of the model's parameters.")] = 39_760,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
     toml: Annotated[bool, typer.Option("--toml", help="Print an experiment for `fedhdp run`.")] = False,
 ) -> None:
-    """Plan before running: the noise and weight of each privacy level, and its cost to the others.
+    """Plan before running: the noise and weight of each privacy level, and what it costs the others.
 
     Examples:
 
@@ -79,6 +79,8 @@ def _parse_level(text: str) -> LevelShare:
 
 
 def _print(plan: Plan) -> None:
+    from fedhdp.privacy.accounting import pluralize
+
     out = console()
     out.print(
         f"{plan.clients:,} clients, expected cohort {plan.cohort:g}, {pluralize(plan.rounds)}, delta {plan.delta:g}, "
@@ -99,14 +101,16 @@ def _print_levels(out: Console, plan: Plan) -> None:
             f"{level.clients:,}",
             f"{level.expected_cohort_size:.4g}",
             epsilon_text(level.target_epsilon),
-            f"{level.noise_multiplier:.4g}",
+            epsilon_text(level.noise_multiplier),
             f"{level.weight:.2g}",
             f"{level.weight_share:.0%}",
             epsilon_text(level.epsilon_pld),
             epsilon_text(level.epsilon_rdp),
         )
     print_table(out, levels)
-    out.print("noise z: for the target by PLD; share: of the weighted mean; Poisson sampling, add or remove one client")
+    out.print(
+        "noise z keeps the target ε by PLD; share is of the weighted mean (Poisson sampling, add or remove one client)"
+    )
     for line in delta_warnings(plan.delta, plan.clients):
         out.print(line, style="yellow")
     out.print()

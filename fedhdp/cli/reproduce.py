@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from collections.abc import Container
@@ -14,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fedhdp.cli._options import Json, parse_seeds, require_matplotlib
 from fedhdp.cli._output import console, error_console, new_table, print_json, print_table, table_width
 from fedhdp.errors import ConfigError
 
@@ -23,69 +23,82 @@ if TYPE_CHECKING:
     from fedhdp.reproduction.tables import Part
 
 
+TableName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="TABLE", help="noniid-mnist, skewed-mnist, fmnist, femnist, levels, causes or skewed-causes."
+    ),
+]
+Seeds = Annotated[str, typer.Option(metavar="K or A-B", help="The first K seeds, or seeds A to B.")]
+Rows = Annotated[
+    str | None,
+    typer.Option(help="Comma-separated rows, such as dp-fedavg, fedhdp:0.01 or extensions. Default: all rows."),
+]
+DataSource = Annotated[
+    str, typer.Option(help="auto (the paper's, or the nearest available), mnist, tff, leaf, writers or handwriting.")
+]
+CohortSampling = Annotated[
+    Literal["fixed", "poisson"] | None,
+    typer.Option(
+        help="fixed: cohorts of fixed size, as in the paper's algorithm; the default of the paper's rows. poisson: the "
+        "sampling that the paper's epsilons hold for; extensions always use it."
+    ),
+]
+Batches = Annotated[
+    Literal["whole", "all"],
+    typer.Option(help="whole: skip the last, partial batch of an epoch, as the paper seems to do. all: train on it."),
+]
+PersonalEpochs = Annotated[
+    int | None,
+    typer.Option(help="Epochs of a personal model per round. Default: as many as the global model's.", min=1),
+]
+Pulls = Annotated[
+    str, typer.Option(help="Pulls λ of the paper's rows, comma-separated. none: no personal models (faster).")
+]
+Rounds = Annotated[int | None, typer.Option(help="Number of rounds. Default: 500, as in the paper.", min=1)]
+NoiseSeed = Annotated[
+    int | None,
+    typer.Option(help="Seed of noise and cohorts, to which each seed is added: repeatable, and therefore not private."),
+]
+Out = Annotated[Path | None, typer.Option(help="Directory of the table. Default: TABLE in runs/paper.")]
+Render = Annotated[bool, typer.Option("--render", help="Run nothing: render the table from the runs in the directory.")]
+Compare = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ROW",
+        help="Run nothing: print the difference of two rows over the seeds (give it twice), or the mean of one row.",
+    ),
+]
+ComparedColumn = Annotated[str, typer.Option(help="The column that --compare compares, as in summary.json.")]
+Docs = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Run nothing: write DIR.md, and the tables in DIR from their summaries."),
+]
+
+
 def reproduce(
     context: typer.Context,
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TABLE", help="noniid-mnist, skewed-mnist, fmnist, femnist, levels, causes or skewed-causes."
-        ),
-    ] = None,
-    seeds: Annotated[str, typer.Option(metavar="K or A-B", help="The first K seeds, or seeds A to B.")] = "1",
-    rows: Annotated[
-        str | None,
-        typer.Option(help="Rows, such as non-private,dp-fedavg,fedhdp:0.01,extensions; default all of the table."),
-    ] = None,
-    data: Annotated[
-        str,
-        typer.Option(help="auto (the paper's, or the nearest available), mnist, tff, leaf, writers or handwriting."),
-    ] = "auto",
-    sampling: Annotated[
-        Literal["fixed", "poisson"] | None,
-        typer.Option(
-            help="fixed: cohorts of fixed size, as in the paper's algorithm, the default of its rows; poisson: what the "
-            "paper's epsilons hold for, always used for extensions."
-        ),
-    ] = None,
-    batches: Annotated[
-        Literal["whole", "all"],
-        typer.Option(
-            help="whole: skip an epoch's last, partial batch, which is nearest to the paper; all: train on it."
-        ),
-    ] = "whole",
-    personal_epochs: Annotated[
-        int | None,
-        typer.Option(
-            help="Epochs per round of personal models; default those of the global model, as in the algorithm.", min=1
-        ),
-    ] = None,
-    pulls: Annotated[
-        str, typer.Option(help="Pulls λ of the paper's rows, comma-separated; none: no personal models (faster).")
-    ] = "0.005,0.05,0.25",
-    rounds: Annotated[int | None, typer.Option(help="Rounds to train; default the paper's 500.", min=1)] = None,
-    noise_seed: Annotated[
-        int | None, typer.Option(help="Seed of noise and cohorts: repeatable, so not private; seed K adds K to it.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory of the table; default runs/paper/TABLE.")] = None,
-    render: Annotated[bool, typer.Option("--render", help="Run nothing: render the table in the directory.")] = False,
-    compare: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ROW",
-            help="Run nothing: print the difference of two rows seed by seed (give it twice), or one row as it is.",
-        ),
-    ] = None,
-    column: Annotated[str, typer.Option(help="The column of --compare, as in summary.json.")] = "acc_g",
-    docs: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Run nothing: write DIR.md and the tables in DIR from their summaries."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    name: TableName = None,
+    seeds: Seeds = "1",
+    rows: Rows = None,
+    data: DataSource = "auto",
+    sampling: CohortSampling = None,
+    batches: Batches = "whole",
+    personal_epochs: PersonalEpochs = None,
+    pulls: Pulls = "0.005,0.05,0.25",
+    rounds: Rounds = None,
+    noise_seed: NoiseSeed = None,
+    out: Out = None,
+    render: Render = False,
+    compare: Compare = None,
+    column: ComparedColumn = "acc_g",
+    docs: Docs = None,
+    json: Json = False,
 ) -> None:
     """Reproduce a table of the paper: run it seed by seed, and compare each cell with the paper.
 
-    Tables: noniid-mnist, skewed-mnist, fmnist and femnist of the paper; levels with three and five privacy levels; causes
-    and skewed-causes with what the paper leaves open, one choice at a time. The same command resumes an interrupted table;
+    noniid-mnist, skewed-mnist, fmnist and femnist are tables of the paper. levels has three and five privacy levels.
+    causes and skewed-causes vary one at a time what the paper leaves open. The same command resumes an interrupted table;
     with more seeds, rows or pulls it adds them.
 
     Examples:
@@ -104,6 +117,7 @@ def reproduce(
     """
     if docs is not None:
         _refuse_other_options(context, "--docs", {"docs"})
+        require_matplotlib()
         return _write_docs(docs)
     if name is None:
         raise ConfigError("TABLE must be given, or --docs", "TABLE")
@@ -121,6 +135,7 @@ def reproduce(
     if compare:
         _refuse_other_options(context, "--compare", {"name", "out", "compare", "column"})
         return _print_difference(load(folder, name), compare, column)
+    require_matplotlib()
     if render:
         _refuse_other_options(context, "--render", {"name", "out", "render", "json"})
     else:
@@ -137,19 +152,6 @@ def reproduce(
     paths = write(folder, comparison)
     print_json(comparison) if json else _print(comparison)
     errors.print(f"written to {folder}: {', '.join(path.name for path in paths)}", style="dim", soft_wrap=True)
-
-
-def parse_seeds(text: str, hint: str = "") -> range:
-    """Seeds from 3 (the first three) or 2-4 (these)."""
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
-    if match is None:
-        message = f"--seeds must be a number of seeds, or a range such as 2-4, got {text!r}"
-        raise ConfigError(message, "--seeds", text)
-    first, last = match.groups()
-    seeds = range(int(first)) if last is None else range(int(first), int(last) + 1)
-    if not seeds:
-        raise ConfigError(f"--seeds must be at least one seed, got {text!r}{hint}", "--seeds", text)
-    return seeds
 
 
 def _parse_pulls(text: str) -> tuple[float, ...]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from fedhdp.cli._options import Json, parse_seeds
 from fedhdp.cli._output import console, epsilon_text, error_console, new_table, print_json, print_table, table_width
 from fedhdp.errors import ConfigError
 
@@ -39,19 +40,22 @@ def list_experiments() -> None:
 def run(
     experiment: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME or FILE.toml]", help="What to run; see `fedhdp list`. Default: quickstart."),
+        typer.Argument(metavar="[NAME or FILE.toml]", help="The experiment; see `fedhdp list`. Default: quickstart."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory for the results; default runs/NAME-TIME.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory of the results. Default: runs/NAME-TIME.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data, initial model and batches.")] = None,
     seeds: Annotated[
-        str | None, typer.Option(help="Several seeds, one after the other: 5 (the first five) or 2-4. Means are shown.")
+        str | None,
+        typer.Option(help="Several seeds, one after the other: 5 (the first five) or 2-4. The table has means."),
     ] = None,
     noise_seed: Annotated[
         int | None, typer.Option(help="Seed of noise and cohorts: repeatable, and therefore not private.")
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds to train.")] = None,
-    ledger: Annotated[Path | None, typer.Option(help="File with the privacy that this population has spent.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
+    ledger: Annotated[
+        Path | None, typer.Option(help="File that records the rounds of all runs of this population.")
+    ] = None,
+    json: Json = False,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Resume the run in this directory.")] = None,
 ) -> None:
     """Run an experiment: train every variant, compare them in one table, write the results to a directory.
@@ -114,7 +118,6 @@ def _resume(directory: Path, json: bool) -> None:
 
 
 def _run_seeds(experiment: Experiment, seeds: str, directory: Path, named: bool, json: bool) -> None:
-    from fedhdp.cli.reproduce import parse_seeds
     from fedhdp.experiments import run_or_resume, with_seeds
 
     resume_command = shlex.join(["fedhdp", *sys.argv[1:], *([] if named else ["--out", str(directory)])])
@@ -212,6 +215,6 @@ def _print_ledger(experiment: Experiment) -> None:
     with Ledger(experiment.ledger, read_only=True) as ledger:
         names = [group.name for group in experiment.mechanism.groups if group.name in ledger.groups()]
         standings = [group_standing(ledger, name, experiment.delta_of(name)) for name in names]
-    epsilons = [f"ε {s.group} = {epsilon_text(s.epsilon, 'not known')} at δ {s.delta:g}" for s in standings]
+    epsilons = [f"ε {s.group} = {epsilon_text(s.epsilon, 'not known')} at delta {s.delta:g}" for s in standings]
     line = f"{experiment.ledger}, over all its runs and variants: {', '.join(epsilons)}"
     console(TABLE_WIDTH).print(line, style="dim", soft_wrap=True)

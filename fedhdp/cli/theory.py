@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedhdp.cli._options import Json, require_matplotlib
 from fedhdp.cli._output import console, new_table, print_json, print_table
 from fedhdp.errors import ConfigError, InvalidValueError
 
@@ -40,17 +41,17 @@ def optimum(
         ),
     ],
     alpha2: Annotated[float, typer.Option(help="The variance of a client's local estimate.")],
-    tau2: Annotated[float, typer.Option(help="The variance of the truth between clients (heterogeneity).")],
-    json: Annotated[bool, typer.Option("--json", help='Print one JSON document; an infinite number is "inf".')] = False,
+    tau2: Annotated[float, typer.Option(help="The variance between clients of what they estimate (heterogeneity).")],
+    json: Json = False,
 ) -> None:
     """Find the best weight and pull of each privacy level, and the errors of FedHDP and the baselines.
 
     The setting is federated linear regression or point estimation; variances and errors are per coordinate.
 
-    In JSON, weights are relative to the first group. `pull` is for clients who subtract their own noise from the global
-    model, `pull_own_noise` for those who cannot. `client_mse` and `client_mse_own_noise` are the errors at these pulls
-    with the noise, `bayes_mse` at the first without it. An infinite pull takes the global model itself. The server's
-    variance for `local_only` is null.
+    In JSON, an infinite number is the string "inf". Weights are relative to the first group. `pull` is for clients who
+    subtract their own noise from the global model, `pull_own_noise` for those who cannot. `client_mse` and
+    `client_mse_own_noise` are the errors at these pulls with the noise, `bayes_mse` is the error at `pull` without it. An
+    infinite pull takes the global model itself. The server's variance for `local_only` is null.
 
     Examples:
 
@@ -77,6 +78,7 @@ def figures(
 
     Example: `fedhdp theory figures --out figures`
     """
+    require_matplotlib()
     from fedhdp.reproduction.theory.figures import theory_figures
 
     for path in theory_figures(out, trials):
@@ -127,9 +129,9 @@ def _print(problem: Problem, result: Optimum) -> None:
     print_table(out, errors)
     out.print()
     out.print(
-        "Set the weight and pull of each group: the pull with own noise where the server adds the noise (as `fedhdp run` "
-        "does), the other where clients add noise and subtract their own. Client errors are at the pull with own noise. A "
-        "strong pull λ needs a personal learning rate near 1/(1+λ), and diverges at 2/λ."
+        "Use the pull with own noise where the server adds the noise, as `fedhdp run` does, and the pull without own noise "
+        "where clients add noise and subtract their own from the global model. Client errors are at the pull with own "
+        "noise. A strong pull λ needs a personal learning rate near 1/(1+λ); at 2/λ training diverges."
     )
 
 

@@ -92,7 +92,7 @@ class DatasetStatus(msgspec.Struct, frozen=True):
     damaged: str | None  # why it cannot be read
     summary: str | None  # the number of clients and images
     bytes: int
-    made_from: dict[str, str]  # sha256 by name of the raw file
+    sha256: dict[str, str]  # of the raw files, by name
     files: tuple[RawFile, ...]
     downloadable: bool
 
@@ -112,7 +112,7 @@ def dataset_status(name: str) -> DatasetStatus:
         damaged=damaged,
         summary=contents.summary() if contents else None,
         bytes=sum(file.stat().st_size for file in (data_directory() / name).glob("*")) if contents else 0,
-        made_from=contents.files if contents else {},
+        sha256=contents.files if contents else {},
         files=info.files,
         downloadable=info.downloadable,
     )

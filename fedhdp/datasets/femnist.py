@@ -1,7 +1,7 @@
 """Digits and letters by writer: TFF's federated EMNIST, LEAF's FEMNIST, and 330 writers of the latter.
 
 All are stored in one form: the train images of one client after another, then the test images, with high values for
-ink as in MNIST. With ``classes=10`` only digits are used. TFF has its own split for that, with 3,383 clients: the
+ink as in MNIST. With ``classes=10`` only digits are used. TFF has a split for that, with 3,383 clients: the
 paper's "FMNIST". Elsewhere letters, and clients without digits, are left out. The seed shuffles the clients.
 
 Axis letters: K clients, N examples.
@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from fedhdp.data import Examples, FederatedData, examples
-from fedhdp.datasets.cache import load_arrays
+from fedhdp.datasets.cache import ArrayWriter, load_arrays
 from fedhdp.datasets.splits import shuffle_clients
 from fedhdp.errors import DataError, require
 
@@ -104,6 +104,13 @@ def _only_digits(part: Examples) -> Examples:
     client_N = np.repeat(np.arange(len(part.count_K)), part.count_K)
     count_K = np.bincount(client_N[is_digit_N], minlength=len(part.count_K))
     return examples(part.x_N[is_digit_N], part.y_N[is_digit_N], count_K)
+
+
+def create_part(writer: ArrayWriter, part: str, count_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Write the counts of the train or test examples; the returned images and labels are to be filled."""
+    writer.write(**{f"{part}_count": count_K.astype(np.int32)})
+    rows = int(count_K.sum())
+    return writer.create(f"{part}_x", (rows, SIDE, SIDE), np.uint8), writer.create(f"{part}_y", (rows,), np.uint8)
 
 
 def to_ink_bytes(paper_N: np.ndarray) -> np.ndarray:

@@ -58,7 +58,7 @@ MAX_IMAGES_IN_MEMORY = 5_000_000  # train images: 4 GB
 TESTED_CLIENTS = 2000  # about as many clients have test examples where train examples are streamed
 CHUNK = 256  # images generated at once: one compilation, and temporaries that fit into the cache
 
-# Each purpose has its own stream of random numbers; writers are numbered from 0 in each of the three styles.
+# Each purpose has one stream of random numbers. Writers are numbered from 0 in each of the three streams of styles.
 _TRAIN, _TEST, _SERVER, _CLIENT_STYLES, _POOL_STYLES, _SERVER_STYLES, _CLASSES, _PREFERENCES = range(8)
 _NUM_BENDS, _NUM_WAVES = 5, 4
 _STDDEV_3D = np.array(
@@ -110,10 +110,10 @@ def make_handwriting(
     """
     check_split(split, skewed_clients)
     check_classes(classes)
-    minimum = {"clients": 1, "samples": 1, "test_samples": 0, "server_test": 1, "skewed_clients": 0}
-    values = (clients, samples, test_samples, server_test, skewed_clients)
-    for (name, lowest), value in zip(minimum.items(), values, strict=True):
-        require(value >= lowest, name, value, f"at least {lowest}")
+    for name, value in {"clients": clients, "samples": samples, "server_test": server_test}.items():
+        require(value >= 1, name, value, "at least 1")
+    require(test_samples >= 0, "test_samples", test_samples, "at least 0")
+    require(skewed_clients >= 0, "skewed_clients", skewed_clients, "at least 0")
     require(0 <= seed < 2**31, "seed", seed, "at least 0 and below 2**31")
     require(skewed_clients <= clients, "skewed_clients", skewed_clients, f"at most clients ({clients})")
     for name, counts, lowest in (("sizes", sizes, 1), ("test_sizes", test_sizes, 0)):
@@ -165,11 +165,7 @@ def client_examples(
     Args:
         clients_C: The numbers of the clients.
         count_C: The number of examples of each.
-        part: Train or test examples.
-        split: As for `make_handwriting`.
-        classes: As for `make_handwriting`.
-        skewed_clients: As for `make_handwriting`.
-        seed: As for `make_handwriting`.
+        part: Train or test examples. The arguments after it are as for `make_handwriting`.
 
     Returns:
         Images and labels, client after client.
@@ -261,8 +257,8 @@ def _pen_path(deformation_D, shape):
 
 
 def _render(points_S2, ink_S, width):
-    """The image of dots of ink at these points; it saturates where there is much ink."""
-    # A dot of ink is the product of two Gaussian curves, so that all dots of a glyph are one matrix product.
+    """The image of Gaussian dots of ink at these points; much ink saturates."""
+    # A Gaussian dot is a product of a row and a column, so that the sum of all dots is one matrix product.
     gauss_S2H = jnp.exp(-(((np.arange(SIDE, dtype=np.float32) - points_S2[:, :, None]) / width) ** 2) / 2)
     ink_HH = (gauss_S2H[:, 1] * ink_S[:, None]).T @ gauss_S2H[:, 0] * (INK / (math.sqrt(2 * math.pi) * width))
     density_HH = (1 - jnp.exp(-ink_HH) - BLANK_INK) / (FULL_INK - BLANK_INK)

@@ -21,15 +21,7 @@ from pathlib import Path
 import msgspec
 from flwr.app import ConfigRecord, RecordDict
 
-from fedhdp.flower.protocol import (
-    Arrays,
-    DeclinedRound,
-    LevelOffer,
-    RoundRequest,
-    array_shapes,
-    from_record,
-    to_record,
-)
+from fedhdp.flower.protocol import Arrays, DeclinedRound, LevelOffer, RoundRequest, array_shapes, from_record, to_record
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import PrivacyCost, rounds_left, within_budget
 from fedhdp.privacy.ledger import Budget, BudgetError, Ledger
@@ -40,14 +32,14 @@ BUDGET_EXHAUSTED = "this client's budget is exhausted"
 
 
 class Promise(msgspec.Struct):
-    """The least privacy that a client accepts in a run, and the rounds of the run in its own ledger."""
+    """The least privacy that a client accepts in a run, and the rounds of the run in its ledger."""
 
     noise_multiplier: float
     sampling_rate: float
     charged_rounds: int = 0  # in the client's ledger, and those before it joined
     levels: list[str] = []  # on offer, the strictest first
     level: str = ""  # the client's
-    last_round: int = 0  # in which it trained, by the server's count or by its own if that is more
+    last_round: int = 0  # in which it trained, by the server's count or by the client's if that is more
 
     def cost(self, rounds: int = 1) -> PrivacyCost:
         """The most that rounds cost the client."""
@@ -108,11 +100,7 @@ class InMemoryState:
 
 
 class ClientStateDir(InMemoryState):
-    """The state of a client in its directory.
-
-    Args:
-        path: The directory; it is made if needed, readable by its owner alone.
-    """
+    """The state of a client in its directory, which is readable by its owner alone."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -163,7 +151,7 @@ class ClientStateDir(InMemoryState):
             return recorded is not None and not within_budget(ledger.costs(SELF_GROUP), recorded)
 
     def charge(self, run: str, cost: PrivacyCost, budget: Budget | None) -> None:
-        """Charge rounds in the client's own ledger; to be called before the client sends anything.
+        """Charge rounds in the client's ledger; to be called before the client sends anything.
 
         Raises:
             DeclinedRound: If a budget does not allow the rounds.
@@ -184,12 +172,7 @@ class ClientStateDir(InMemoryState):
 
 
 def make_promise(offer: LevelOffer, level: str | None) -> Promise:
-    """What a level is promised; a client that chooses none, or one that is not on offer, is promised the strictest.
-
-    Args:
-        offer: The server's offer.
-        level: The level that the client's owner chose.
-    """
+    """What the owner's level is promised; without a level, or with one that is not on offer, it is the strictest."""
     index, charged = _level_index(offer.levels, level), offer.charged_rounds
     noise_multiplier, sampling_rate = offer.noise_multipliers[index], offer.sampling_rates[index]
     return Promise(noise_multiplier, sampling_rate, charged, offer.levels, offer.levels[index], charged)
@@ -201,18 +184,18 @@ def check_request(request: RoundRequest, promises: Mapping[str, Promise], level:
     Args:
         request: The server's request.
         promises: All promises by run.
-        level: The level that the client's owner wants; it may be stricter than the promise's.
+        level: The level in the owner's configuration; it may be stricter than the promise's.
 
     Returns:
         The promise of the request's run.
 
     Raises:
-        DeclinedRound: If the round gives less privacy than was promised, or than the owner wants.
+        DeclinedRound: If the round gives less privacy than was promised, or than the owner's level.
     """
     promise = promises.get(request.run)
     if promise is None:
         raise DeclinedRound("got no query in this run, so nothing is promised")
-    had_noise = any(other.noise_multiplier > 0 for other in promises.values() if other.level == promise.level)
+    had_noise = any(past.noise_multiplier > 0 for past in promises.values() if past.level == promise.level)
     if promise.level and promise.noise_multiplier == 0 and had_noise:
         raise DeclinedRound(f"level {promise.level} has no noise in this run, but had some in another")
     has_noise = request.noise_multiplier >= promise.noise_multiplier * (1 - 1e-9)  # False for NaN

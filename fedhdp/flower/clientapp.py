@@ -1,9 +1,9 @@
-"""The ClientApp around a client's own training, in JAX, PyTorch or any other framework.
+"""The ClientApp around a client's training, in JAX, PyTorch or any other framework.
 
 An app provides ``fit(parameters, personal, pull, round)``. It gets the global and the personal model as named NumPy arrays
-and returns both after training. The personal model is pulled towards the global model that came in: each step is
+and returns both after training. The personal model is pulled towards the global model of the request: each step is
 ``personal − rate·(gradient + pull·(personal − parameters))``. This module does the rest: it enrolls the client at its
-owner's level, keeps the personal model, charges rounds in the client's own ledger, and declines rounds.
+owner's level, keeps the personal model, charges rounds in the client's ledger, and declines rounds.
 
 The owner's settings are in the SuperNode's ``--node-config``:
 
@@ -71,7 +71,7 @@ class Trainer(NamedTuple):
     Args:
         fit: ``fit(parameters, personal, pull, round)`` returns the trained global and personal model; None for a client
             without a personal model. ``round`` is the number of completed rounds.
-        score: Returns a model's accuracy on the client's own test examples, if it has any.
+        score: Returns a model's accuracy on the client's test examples, if it has any.
     """
 
     fit: Fit
@@ -99,7 +99,7 @@ def client_app(
 
     Args:
         trainer: Returns a client's trainer.
-        level: Returns the level that a client's owner chose, or None.
+        level: Returns the level that a client's owner chose; None: the strictest on offer.
     """
     app = ClientApp()
 

@@ -1,4 +1,4 @@
-"""A deployment as a value: the privacy levels on offer, how rounds are run, and where results and costs are kept.
+"""A deployment as a value: the privacy levels on offer, how rounds are run, and where results and costs are stored.
 
 It corresponds to an experiment. There, groups have their clients from the start; here, a group's size is known once its
 clients have enrolled. It is read from a Flower app's ``run_config``, whose keys are dotted paths:
@@ -27,6 +27,9 @@ from fedhdp.privacy.calibration import GroupConfig, MechanismConfig, PrivacyLeve
 from fedhdp.privacy.ledger import Budget
 from fedhdp.server import ServerOptimizer
 
+_TIMEOUTS = ("enroll_timeout_seconds", "reply_timeout_seconds")
+_MAY_CHANGE = {"out", "name", "evaluate_every", "server_evaluate_every", "min_available_clients", *_TIMEOUTS}
+
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Everything that a deployment's server needs besides the model.
@@ -45,7 +48,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         cohort_seed: The seed of the cohorts, for tests only: with a seed nothing is private. None: the operating system's
             entropy.
         noise_seed: The same for the noise.
-        delta: The delta of every level that has none of its own.
+        delta: The delta of levels that state none.
         budgets: The lifetime budgets of levels, over all runs of the ledger.
         on_budget_exhausted: Whether the run stops, or goes on without the group.
         evaluate_every: Rounds between evaluations on the clients, which also follow the last round; 0: never.
@@ -85,7 +88,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         require(self.min_available_clients >= 1, "min_available_clients", self.min_available_clients, "at least 1")
         for field in ("evaluate_every", "server_evaluate_every"):
             require(getattr(self, field) >= 0, field, getattr(self, field), "at least 0")
-        for field in ("enroll_timeout_seconds", "reply_timeout_seconds"):
+        for field in _TIMEOUTS:
             require(0 < getattr(self, field) < math.inf, field, getattr(self, field), "finite and above 0")
         for name in self.budgets:
             require(name in self.levels, "budgets", name, f"of levels on offer ({', '.join(self.levels)})")
@@ -179,7 +182,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         return self.levels_by_strictness.index(level) < self.levels_by_strictness.index(than)
 
     def changed_fields(self, previous: Deployment) -> list[str]:
-        """The fields that differ from a run's own deployment and must not: the run cannot be resumed with them.
+        """The fields that differ from those of a run and must not: the run cannot be resumed with them.
 
         Args:
             previous: The deployment that the run started with. Timeouts and the frequency of evaluation may differ.
@@ -194,15 +197,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         return self.noise_seed is not None or self.cohort_seed is not None
 
     def advertised_noise(self, group: PrivacyGroup) -> float:
-        """The noise multiplier that a group's clients are promised: 0 in a repeatable run, which protects nobody."""
+        """The noise multiplier that a group's clients are promised: 0 in a repeatable run, which has no privacy."""
         return 0.0 if self.repeatable else group.noise_multiplier
-
-
-_MAY_CHANGE = {"out", "name", "evaluate_every", "server_evaluate_every"} | {
-    "min_available_clients",
-    "enroll_timeout_seconds",
-    "reply_timeout_seconds",
-}
 
 
 def _insert(fields: dict[str, Any], key: str, value: Any) -> None:

@@ -2,7 +2,7 @@
 
     message    the server sends                  the client replies
     ────────   ───────────────────────────────   ─────────────────────────────────────────────────────────────
-    query      ``LevelOffer``                    ``Enrollment``: its level, its id, whether its own budget is exhausted
+    query      ``LevelOffer``                    ``Enrollment``: its level, its id, whether its budget is exhausted
     train      global model, ``RoundRequest``    the update; the scores of both models, if requested
     evaluate   global model, ``RoundRequest``    the scores of both models
 
@@ -83,7 +83,7 @@ class Enrollment(NamedTuple):
 
     level: str | None
     client_id: str | None  # outlives the client's connection
-    budget_exhausted: bool = False  # its own budget allows no further round
+    budget_exhausted: bool = False  # the client's budget allows no further round
 
 
 class RefusedReply(Exception):
@@ -212,7 +212,7 @@ def parse_reply(
         is_training: Whether an update was requested.
 
     Raises:
-        RefusedReply: If anything but the requested records is there, or anything in them is invalid.
+        RefusedReply: If there are other records than the requested ones, or their content is invalid.
         DeclinedRound: If the client declines.
     """
     try:
@@ -276,13 +276,13 @@ class MatchedReplies(NamedTuple):
     """The replies of a round by client; clients without a reply are absent."""
 
     by_client: dict[str, Message]
-    errors: dict[str, int]  # client -> Flower's code of the error that came instead of a reply
+    errors: dict[str, int]  # client -> Flower's code of the error instead of a reply
     duplicates: list[str]  # clients of further replies to the same message
     unsolicited: int  # replies to messages that were never sent
 
 
 def send_and_gather(grid: Grid, messages: Sequence[Message], timeout_seconds: float) -> list[Message]:
-    """Send messages and poll for replies, in any order, until all are there or the time is up."""
+    """Send messages and poll for replies, in any order, until all have arrived or the time is up."""
     if not messages:
         return []
     waiting = {message_id for message_id in grid.push_messages(messages) if message_id}  # unsent messages have no id
@@ -299,13 +299,9 @@ def send_and_gather(grid: Grid, messages: Sequence[Message], timeout_seconds: fl
 
 
 def match_replies(client_of: Mapping[str, str], replies: Iterable[Message]) -> MatchedReplies:
-    """Match replies to clients by the message that they answer; the first reply to a message counts.
+    """Match replies to clients by the id of the message that they answer; the first reply to a message counts.
 
     The sender in a reply is not used: error replies that the SuperLink makes for a client carry the wrong one.
-
-    Args:
-        client_of: The client of each message that was sent, by the message's id.
-        replies: The replies.
     """
     matched = MatchedReplies({}, {}, [], 0)
     for reply in replies:

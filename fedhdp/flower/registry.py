@@ -35,10 +35,10 @@ class Registry:
     """The clients of a run, their levels, and the nodes where they can be reached.
 
     Args:
-        deployment: The levels on offer.
-        ledger: Where levels are recorded.
+        deployment: The configuration, with the levels on offer.
+        ledger: The ledger that records levels.
         run: The run's id.
-        members: The clients enrolled so far and their levels, from a checkpoint.
+        members: Level by client from a checkpoint.
     """
 
     def __init__(self, deployment: Deployment, ledger: Ledger, run: str, members: dict[str, str] | None = None):

@@ -76,7 +76,7 @@ def run_deployment(grid: Grid, deployment: Deployment, initial_arrays: Arrays, s
     Args:
         grid: Flower's connection to the nodes.
         deployment: The configuration.
-        initial_arrays: The initial model.
+        initial_arrays: Named float32 arrays.
         score: Returns a model's accuracy on the server's test set.
 
     Returns:
@@ -126,11 +126,8 @@ def start_billing(
 
 def _check_model(arrays: Arrays) -> None:
     if not isinstance(arrays, dict):
-        raise ModelError(
-            f"initial_arrays must be a dictionary of named NumPy arrays, got a {type(arrays).__name__}",
-            field="initial_arrays",
-            value=arrays,
-        )
+        kind = type(arrays).__name__
+        raise ModelError(f"initial_arrays must be a dictionary of NumPy arrays, got a {kind}", "initial_arrays", arrays)
     if not arrays or not all(np.isfinite(array).all() for array in arrays.values()):
         names = sorted(arrays)
         raise ModelError(f"initial_arrays must be at least one array, all finite, got {names}", "initial_arrays", names)
@@ -207,8 +204,8 @@ def _state_arrays(strategy: FedHDP) -> dict[str, np.ndarray]:
         members=strategy.registry.members,
         segments=strategy.billing.segments,
         dropped_groups=strategy.billing.dropped_groups,
-        refused={level: dict(counts) for level, counts in strategy.refused.items()},
-        unsolicited=strategy.unsolicited,
+        refused={level: dict(counts) for level, counts in strategy.counts.refused.items()},
+        unsolicited=strategy.counts.unsolicited,
         shapes=array_shapes(strategy.initial_arrays),
     )
     arrays = {f"server_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(strategy.state))}
@@ -232,8 +229,8 @@ def _restore(strategy: FedHDP, checkpoint: Mapping[str, np.ndarray]) -> None:
     leaves, tree = jax.tree.flatten(like)
     strategy.state = jax.tree.unflatten(tree, [checkpoint[f"server_{i}"] for i in range(len(leaves))])
     strategy.round = int(checkpoint["round"])
-    strategy.refused |= {level: Counter(counts) for level, counts in record.refused.items()}
-    strategy.unsolicited = record.unsolicited
+    strategy.counts.refused |= {level: Counter(counts) for level, counts in record.refused.items()}
+    strategy.counts.unsolicited = record.unsolicited
 
 
 def _named_parameters(strategy: FedHDP) -> Arrays:

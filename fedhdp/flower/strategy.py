@@ -10,7 +10,6 @@ Axis letters: P parameters, G groups, K scored clients.
 from __future__ import annotations
 
 import secrets
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from logging import INFO, WARNING
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedhdp import server
 from fedhdp.flower.config import Deployment
+from fedhdp.flower.counts import MessageCounts
 from fedhdp.flower.protocol import (
     SCORED_MODELS,
     Arrays,
@@ -42,7 +42,7 @@ from fedhdp.flower.protocol import (
 )
 from fedhdp.flower.registry import Registry
 from fedhdp.mechanism import SERVER, Mechanism, RoundParams
-from fedhdp.privacy.accounting import format_epsilon, pluralize
+from fedhdp.privacy.accounting import pluralize
 from fedhdp.privacy.budget import DeploymentBilling
 from fedhdp.results.metrics import MetricRow, group_rows
 from fedhdp.rng import COHORT, NOISE, os_entropy, stream
@@ -78,9 +78,9 @@ class FedHDP(Strategy):
 
     Args:
         deployment: The configuration.
-        registry: The clients.
-        billing: Charges rounds and knows the mechanism.
-        run: The run's id.
+        registry: The clients, their levels and their nodes.
+        billing: Charges rounds; its mechanism is the one in force.
+        run: The run's id, sent with every request.
         initial_arrays: The initial model.
         score: Returns a model's accuracy on the server's test set.
     """
@@ -98,12 +98,9 @@ class FedHDP(Strategy):
         self.initial_arrays, self.score = initial_arrays, score
         self.round = 0  # completed rounds
         self.state: ServerState | None = None
-        self.refused: dict[str, Counter[str]] = {level: Counter() for level in deployment.levels}  # by kind
-        self.unsolicited = 0  # replies to messages that were never sent
+        self.counts = MessageCounts(deployment.levels)
         self.metric_rows: list[MetricRow] = []  # of the last round
-        self._sampled: Counter[str] = Counter()  # clients by group, reachable or not
         self._pending: list[PendingRequest] = []
-        self._absences: Counter[str] = Counter()  # clients of the round without a valid reply, by reason
         self._last_scored_round = -1
 
     @property
@@ -133,36 +130,42 @@ class FedHDP(Strategy):
         """
         self.registry.wait_for_reachable_client(grid)
         self.admit(grid)
-        cohort = self._sample_cohort(self.billing.charge_next())
+        mechanism = self.billing.charge_next()
+        cohort = self._sample_cohort(mechanism)
+        self.counts.start_round(mechanism.groups[group].name for _, group in cohort)
         evaluate = self._is_due(self.deployment.evaluate_every)
-        return self._make_requests(MessageType.TRAIN, cohort, arrays, evaluate)
+        messages = self._make_requests(MessageType.TRAIN, cohort, arrays, evaluate)
+        self.counts.sent.update(pending.request.level for pending in self._pending)
+        return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Clip and sum the updates, add noise, move the model and the clip."""
         assert self.state is not None
-        params = self.billing.mechanism.round_params
-        sums, scores, reply_counts = self._clip_and_sum(params, replies)
+        mechanism, clip, scores = self.billing.mechanism, self.state.clip, dict[str, dict[str, float]]()
+        params, refused_G = mechanism.round_params, jnp.zeros(len(mechanism.groups), jnp.int32)
+        sums = Sums(jnp.zeros_like(self.state.theta_P), jnp.float32(0), refused_G)
+        for pending, reply in self._valid_replies(replies, is_training=True):
+            clipped = _clip_and_sum(params, clip, reply.update_P, np.int32(pending.group))
+            sums = jax.tree.map(jnp.add, sums, clipped)
+            scores[pending.client] = reply.scores
+            self.counts.replies[pending.request.level] += 1
         self.state = _finish_round(self.deployment.server, params, self.state, sums, self._noise_key())
         self.billing.completed()
-        self.metric_rows = self._score_rows(scores)  # of the model that was sent, so before the round is counted
-        self.round += 1
-        self.metric_rows += self._round_rows(reply_counts)
-        if self._is_due(self.deployment.server_evaluate_every or self.deployment.evaluate_every):
-            self.metric_rows += self._server_rows()
-        self._log_round(reply_counts)
-        metrics = MetricRecord({"replies": reply_counts.total(), "clip": float(self.state.clip)})
+        self._count_infinite(sums)
+        self._report_round(scores)
+        metrics = MetricRecord({"replies": self.counts.replies.total(), "clip": float(self.state.clip)})
         return to_record(self.model), metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """After the last round, request scores from all clients of groups that are not dropped, if clients are scored."""
-        is_wanted = self.deployment.evaluate_every and server_round == self.deployment.rounds
+        is_due = self.deployment.evaluate_every and server_round == self.deployment.rounds
         groups, dropped = self.billing.mechanism.groups, self.billing.dropped_groups
         clients = [(client, group) for client, group in self._clients() if groups[group].name not in dropped]
-        return self._make_requests(MessageType.EVALUATE, clients if is_wanted else [], arrays, evaluate=True)
+        return self._make_requests(MessageType.EVALUATE, clients if is_due else [], arrays, evaluate=True)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Collect the scores of the final models."""
@@ -186,9 +189,7 @@ class FedHDP(Strategy):
         seed = self.deployment.cohort_seed
         rng = np.random.default_rng(None if seed is None else [seed, COHORT, self.round])
         clients = self._clients()
-        cohort = [clients[number] for number in server.sample_cohort(mechanism, rng)]
-        self._sampled = Counter(mechanism.groups[group].name for _, group in cohort)
-        return cohort
+        return [clients[number] for number in server.sample_cohort(mechanism, rng)]
 
     def _make_requests(
         self, kind: str, clients: Iterable[tuple[str, int]], model: ArrayRecord, evaluate: bool
@@ -215,45 +216,25 @@ class FedHDP(Strategy):
             self._pending.append(PendingRequest(client, number, request, message))
         return [pending.message for pending in self._pending]
 
-    def _clip_and_sum(
-        self, params: RoundParams, replies: Iterable[Message]
-    ) -> tuple[Sums, dict[str, dict[str, float]], Counter[str]]:
-        """The sums of all valid updates, the scores by client, and the number of replies that count by group."""
-        assert self.state is not None
-        groups = [group.name for group in self.billing.mechanism.groups]
-        sums = Sums(jnp.zeros_like(self.state.theta_P), jnp.float32(0), jnp.zeros(len(groups), jnp.int32))
-        scores, reply_counts = dict[str, dict[str, float]](), Counter[str]()
-        for pending, reply in self._valid_replies(replies, is_training=True):
-            one_client = _clip_and_sum(params, self.state.clip, reply.update_P, np.int32(pending.group))
-            sums = jax.tree.map(jnp.add, sums, one_client)
-            scores[pending.client] = reply.scores
-            reply_counts[groups[pending.group]] += 1
-        for name, count in zip(groups, np.asarray(sums.refused_G).tolist(), strict=True):
-            if count:  # updates of finite numbers whose norm is infinite
-                self.refused[name]["not finite"] += count
-                reply_counts[name] -= count
-        return sums, scores, reply_counts
-
     def _valid_replies(
         self, replies: Iterable[Message], is_training: bool
     ) -> Iterator[tuple[PendingRequest, ClientReply]]:
         """The valid replies in the order of the requests; every other client is counted as absent."""
         matched = self._match(replies)
-        self._absences = Counter()
         for pending in self._pending:
             message = matched.by_client.get(pending.client)
             if message is None:
-                self._absences["failed" if pending.client in matched.errors else "absent"] += 1
+                self.counts.absences["failed" if pending.client in matched.errors else "absent"] += 1
                 continue
             try:
                 reply = parse_reply(message, pending.request, self.initial_arrays, is_training)
             except DeclinedRound as error:
-                self._absences["declined"] += 1
+                self.counts.absences["declined"] += 1
                 self.registry.requery(pending.client)
                 log(INFO, "%s declines: %s", pending.label, error)
             except RefusedReply as error:
-                self._absences[error.kind] += 1
-                self.refused[pending.request.level][error.kind] += 1
+                self.counts.absences[error.kind] += 1
+                self.counts.refused[pending.request.level][error.kind] += 1
                 log(WARNING, "a reply of %s is refused: %s", pending.label, error)
             else:
                 yield pending, reply
@@ -265,12 +246,32 @@ class FedHDP(Strategy):
         )
         by_client = {pending.client: pending for pending in self._pending}
         for client in matched.duplicates:
-            self.refused[by_client[client].request.level]["duplicate"] += 1
+            self.counts.refused[by_client[client].request.level]["duplicate"] += 1
             log(WARNING, "another reply of %s is refused: duplicate", by_client[client].label)
         if matched.unsolicited:
             log(WARNING, "%d replies to messages that were not sent are refused: replayed", matched.unsolicited)
-        self.unsolicited += matched.unsolicited
+        self.counts.unsolicited += matched.unsolicited
         return matched
+
+    def _count_infinite(self, sums: Sums) -> None:
+        """Count updates of finite numbers whose norm is infinite as refused."""
+        groups = self.billing.mechanism.groups
+        for group, count in zip(groups, np.asarray(sums.refused_G).tolist(), strict=True):
+            if count:
+                self.counts.refused[group.name]["not finite"] += count
+                self.counts.replies[group.name] -= count
+
+    def _report_round(self, scores: dict[str, dict[str, float]]) -> None:
+        """Count the round, write its metrics, and log it."""
+        assert self.state is not None
+        self.metric_rows = self._score_rows(scores)  # of the model that was sent, so before the round is counted
+        self.round += 1
+        epsilon_of = self.billing.epsilon()
+        self.metric_rows.append(MetricRow(self.round, SERVER, "global", "clip", float(self.state.clip)))
+        self.metric_rows += self.counts.rows(self.round, epsilon_of)
+        if self._is_due(self.deployment.server_evaluate_every or self.deployment.evaluate_every):
+            self.metric_rows += self._server_rows()
+        log(INFO, "round %d/%d: %s", self.round, self.deployment.rounds, self.counts.format_round(epsilon_of))
 
     def _score_rows(self, scores: dict[str, dict[str, float]]) -> list[MetricRow]:
         """The clients' scores by group; for a group of one client, this is the client's own score."""
@@ -289,35 +290,6 @@ class FedHDP(Strategy):
             return []
         self._last_scored_round = self.round
         return [MetricRow(self.round, SERVER, "global", "accuracy", float(self.score(self.model)))]
-
-    def _round_rows(self, reply_counts: Counter[str]) -> list[MetricRow]:
-        """The clip, the refusals, and each group's counts and epsilon."""
-        assert self.state is not None
-        rows = [MetricRow(self.round, SERVER, "global", "clip", float(self.state.clip))]
-        if self.unsolicited:
-            rows.append(MetricRow(self.round, SERVER, "global", "refused: replayed", float(self.unsolicited)))
-        sent = Counter(pending.request.level for pending in self._pending)
-        for name, epsilon in self.billing.epsilon().items():
-            values: dict[str, float] = {
-                "sampled": self._sampled[name],
-                "sent": sent[name],
-                "replies": reply_counts[name],
-            }
-            values |= {"refused": self.refused[name].total(), "epsilon": epsilon}
-            values |= {f"refused: {kind}": count for kind, count in self.refused[name].items()}
-            rows += [MetricRow(self.round, name, "global", metric, float(value)) for metric, value in values.items()]
-        return rows
-
-    def _log_round(self, reply_counts: Counter[str]) -> None:
-        sent = Counter(pending.request.level for pending in self._pending)
-        epsilons = {row.group: row.value for row in self.metric_rows if row.metric == "epsilon"}
-        parts = [
-            f"{name} {reply_counts[name]} of {sent[name]} sent, epsilon {format_epsilon(epsilon)}"
-            for name, epsilon in epsilons.items()
-        ]
-        if self._absences:
-            parts.append(", ".join(f"{count} {reason}" for reason, count in sorted(self._absences.items())))
-        log(INFO, "round %d/%d: %s", self.round, self.deployment.rounds, "; ".join(parts))
 
     def _is_due(self, every: int) -> bool:
         """Whether something that happens every so many rounds is due after this round; 0: never."""

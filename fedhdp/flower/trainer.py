@@ -1,4 +1,4 @@
-"""Trainers for ``fedhdp.Model``: one client's round with the simulator's own ``client_updates``.
+"""Trainers for ``fedhdp.Model``: one client's round with the simulator's ``client_updates``.
 
 Axis letters as in ``engine/chunk.py``; M examples of the client, N examples.
 """
@@ -70,7 +70,7 @@ def jax_trainer(
 
     Args:
         model: The model.
-        training: The local training; without ``personalize`` there is no personal model.
+        training: Without ``personalize`` there is no personal model.
         x_M: The inputs of the client's training examples.
         y_M: Their labels.
         test: Inputs and labels of the client's test examples, if it has any.

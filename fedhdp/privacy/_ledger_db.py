@@ -44,6 +44,8 @@ class LedgerFile:
 
     def __init__(self, path: str | Path, *, read_only: bool = False, timeout: float = 60.0) -> None:
         self.path = Path(path)
+        if read_only and not self.path.exists():
+            raise self._error("there is no such file", "path", self.path)
         mode = "ro" if read_only else "rwc"
         with self._translate_errors():
             uri = f"{self.path.absolute().as_uri()}?mode={mode}"
@@ -55,7 +57,7 @@ class LedgerFile:
                 self._db.execute("PRAGMA synchronous = EXTRA")
                 is_empty = self._version() == 0
             if read_only and is_empty:
-                raise LedgerError(f"{self.path}: not a ledger, but an empty file", "path", self.path)
+                raise self._error("not a ledger, but an empty file", "path", self.path)
             if not read_only:
                 with self._transaction():
                     self._migrate()
@@ -80,10 +82,10 @@ class LedgerFile:
             for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT COUNT(*) FROM sqlite_master")
         )
         if (application, version, objects) != (0, 0, 0) and application != APPLICATION:
-            raise LedgerError(f"{self.path}: not a ledger, but another program's database", "path", self.path)
+            raise self._error("not a ledger, but another program's database", "path", self.path)
         if version > VERSION:
-            message = f"{self.path}: a ledger of version {version}, while this fedhdp reads versions up to {VERSION}"
-            raise LedgerError(message, "version", version)
+            message = f"a ledger of version {version}, while this fedhdp reads versions up to {VERSION}"
+            raise self._error(message, "version", version)
         return int(version)
 
     def _migrate(self) -> None:
@@ -117,5 +119,7 @@ class LedgerFile:
             yield
         except sqlite3.Error as error:
             name = "_".join(getattr(error, "sqlite_errorname", "").split("_")[:2])
-            message = f"{self.path}: {ERRORS.get(name, 'damaged or unreadable')} ({error})"
-            raise LedgerError(message, "path", self.path) from error
+            raise self._error(f"{ERRORS.get(name, 'damaged or unreadable')} ({error})", "path", self.path) from error
+
+    def _error(self, message: str, field: str, value: object = None) -> LedgerError:
+        return LedgerError(f"{self.path}: {message}", field, value)

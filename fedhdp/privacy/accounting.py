@@ -57,6 +57,15 @@ class PrivacyCost(NamedTuple):
         """Whether the rounds reveal nothing of the group."""
         return self.rounds == 0 or self.sampling_rate == 0 or self.noise_multiplier == math.inf
 
+    def checked(self) -> PrivacyCost:
+        """This cost; ``InvalidValueError`` if a field is out of range, since NaN or -5 rounds would lower an epsilon."""
+        noise_multiplier, sampling_rate, sampling, rounds = self
+        require(noise_multiplier >= 0, "noise_multiplier", noise_multiplier, "at least 0")
+        require(0 <= sampling_rate <= 1, "sampling_rate", sampling_rate, "between 0 and 1")
+        require(sampling in ADJACENCY, "sampling", sampling, "'poisson' or 'fixed'")
+        require(0 <= rounds < math.inf and int(rounds) == rounds, "rounds", rounds, "a whole number, at least 0")
+        return self
+
 
 class EpsilonReport(msgspec.Struct, frozen=True):
     """An epsilon with everything it rests on; ``noise_multiplier`` is a multiple of the L2 sensitivity."""
@@ -108,9 +117,9 @@ def is_accounting_installed() -> bool:
 
 def privacy_cost(mechanism: Mechanism, group: PrivacyGroup, rounds: int = 1) -> PrivacyCost:
     """What rounds of a mechanism cost one of its groups, for update and clip bit together."""
-    require(rounds >= 0, "rounds", rounds, "at least 0")
+    require(group in mechanism.groups, "group", group.name, "a group of the mechanism")  # any other would cost nothing
     noise_multiplier = mechanism.accounted_noise_multiplier(group)
-    return PrivacyCost(noise_multiplier, mechanism.sampling_probability(group), mechanism.sampling, rounds)
+    return PrivacyCost(noise_multiplier, mechanism.sampling_probability(group), mechanism.sampling, rounds).checked()
 
 
 def privacy_costs(mechanism: Mechanism, rounds: int = 1) -> dict[str, PrivacyCost]:
@@ -121,19 +130,6 @@ def privacy_costs(mechanism: Mechanism, rounds: int = 1) -> dict[str, PrivacyCos
 def without_noise(costs: Mapping[str, PrivacyCost]) -> dict[str, PrivacyCost]:
     """The costs of rounds whose noise can be computed again from a seed: as if there were none."""
     return {name: cost._replace(noise_multiplier=0.0) for name, cost in costs.items()}
-
-
-def gaussian_cost(noise_multiplier: float, sampling_rate: float, rounds: int, sampling: str) -> PrivacyCost:
-    """What rounds cost whose numbers are given: the fields of ``PrivacyCost``, checked.
-
-    Raises:
-        InvalidValueError: If a value is out of range.
-    """
-    require(noise_multiplier >= 0, "noise_multiplier", noise_multiplier, "at least 0")
-    require(0 <= sampling_rate <= 1, "sampling_rate", sampling_rate, "between 0 and 1")
-    require(rounds >= 0 and int(rounds) == rounds, "rounds", rounds, "a whole number, at least 0")
-    require(sampling in ADJACENCY, "sampling", sampling, "'poisson' or 'fixed'")
-    return PrivacyCost(noise_multiplier, sampling_rate, sampling, int(rounds))
 
 
 def event(cost: PrivacyCost) -> DpEvent:
@@ -170,7 +166,7 @@ def compose(costs: Iterable[PrivacyCost], delta: float, accountant: Accountant =
     """
     require(0 < delta < 1, "delta", delta, "between 0 and 1")
     require(accountant in ("rdp", "pld"), "accountant", accountant, "'rdp' or 'pld'")
-    return _compose(tuple(cost for cost in costs if not cost.free), delta, accountant)
+    return _compose(tuple(cost for cost in costs if not cost.checked().free), delta, accountant)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -237,8 +233,9 @@ def _compose_pld(costs: Sequence[PrivacyCost], delta: float) -> float:
     accountant = dp.pld.PLDAccountant(value_discretization_interval=_pld_interval(costs, bound))
     for cost in costs:
         accountant.compose(event(cost))
+    epsilon = float(accountant.get_epsilon(delta))
     # With a tiny delta, rounding to the grid makes PLD's epsilon the larger one; both are upper bounds.
-    return min(max(0.0, float(accountant.get_epsilon(delta))), bound)
+    return epsilon if 0 <= epsilon < bound else bound
 
 
 def _pld_interval(costs: Sequence[PrivacyCost], bound: float) -> float:
@@ -267,7 +264,7 @@ def epsilon_best_of(cost: PrivacyCost, trials: float, shape: float, delta: float
     require(1 <= trials < math.inf, "trials", trials, "finite and at least 1")
     require(shape >= 0, "shape", shape, "at least 0")
     require(0 < delta < 1, "delta", delta, "between 0 and 1")
-    if cost.free:
+    if cost.checked().free:
         return 0.0
     if cost.noise_multiplier < MIN_NOISE_MULTIPLIER:
         return math.inf
@@ -288,12 +285,10 @@ def within_budget(costs: Iterable[PrivacyCost], budget: Budget) -> bool:
 
 
 def rounds_left(costs: Iterable[PrivacyCost], round_cost: PrivacyCost, budget: Budget) -> float:
-    """How many more rounds a budget allows: a whole number, or infinity where rounds are free or the budget infinite.
+    """How many rounds of a cost a budget allows after the costs that were charged.
 
-    Args:
-        costs: What was charged.
-        round_cost: What one more round costs.
-        budget: The budget.
+    Returns:
+        A whole number, or infinity where rounds are free or the budget is infinite.
     """
     charged = tuple(costs)
     if round_cost.free or budget.epsilon == math.inf:
@@ -321,8 +316,8 @@ def gaussian_epsilon(
     accountant: Accountant = "rdp",
     sampling: Sampling = "poisson",
 ) -> float:
-    """The epsilon of rounds whose numbers are given; see ``gaussian_cost`` and ``compose``."""
-    return compose([gaussian_cost(noise_multiplier, sampling_rate, rounds, sampling)], delta, accountant)
+    """The epsilon of rounds with these numbers; see ``PrivacyCost`` and ``compose``."""
+    return compose([PrivacyCost(noise_multiplier, sampling_rate, sampling, rounds)], delta, accountant)
 
 
 def make_report(
@@ -338,16 +333,13 @@ def make_report(
 def epsilon_reports(
     mechanism: Mechanism, rounds: int, delta: float, accountant: Accountant = "rdp"
 ) -> dict[str, EpsilonReport]:
-    """Each group's epsilon with everything it rests on.
+    """Each group's epsilon with everything it rests on, by group name; infinity for groups that opted out.
 
     Args:
         mechanism: The mechanism.
-        rounds: How many rounds.
+        rounds: The number of rounds.
         delta: The delta.
         accountant: ``rdp`` or, for Poisson sampling, ``pld``.
-
-    Returns:
-        Reports by group name; epsilon is infinity for groups that opted out.
 
     Raises:
         InvalidValueError: If a value is out of range, or the accountant has no result for the sampling.

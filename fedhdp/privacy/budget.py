@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
+from fedhdp.errors import require
 from fedhdp.mechanism import Mechanism
 from fedhdp.privacy.accounting import (
     PrivacyCost,
@@ -26,17 +27,9 @@ from fedhdp.privacy.accounting import (
     rounds_left,
     without_noise,
 )
-from fedhdp.privacy.ledger import Budget, BudgetError, Ledger
+from fedhdp.privacy.ledger import Budget as Budget
+from fedhdp.privacy.ledger import BudgetError, Ledger
 
-__all__ = [
-    "Budget",
-    "BudgetExhausted",
-    "DeploymentBilling",
-    "OnBudgetExhausted",
-    "RunBilling",
-    "Segment",
-    "drop_groups",
-]
 OnBudgetExhausted = Literal["stop", "drop_group"]
 
 
@@ -56,8 +49,8 @@ class RunBilling:
         delta_of: The delta at which a group's epsilon is computed.
         completed: The rounds that the run has completed.
         replayed_rounds: The rounds that were shown and, after a crash, run again with other noise. They count twice.
-        population: The population whose client numbers the groups' are.
-        begin: Whether to open the run in the ledger at once; False where another billing has opened it.
+        population: A description of the population whose clients the groups number.
+        begin: Whether to open the run in the ledger; False where another billing has opened it.
 
     Raises:
         LedgerError: If the ledger refuses the run.
@@ -80,6 +73,7 @@ class RunBilling:
         self.mechanism, self.ledger, self.run = mechanism, ledger, run
         self.repeatable, self.on_exhausted, self.delta_of = repeatable, on_exhausted, delta_of
         self.replayed_rounds = 0 if repeatable else replayed_rounds  # with a seed they are the same rounds
+        self._dropped_groups: set[str] = set()
         if ledger is not None and begin:
             ledger.begin(run, mechanism, completed + replayed_rounds, population=population or None)
 
@@ -94,15 +88,21 @@ class RunBilling:
 
         Raises:
             BudgetExhausted: If the run is to stop, or no group is left. Nothing was charged.
+            InvalidValueError: If there is a ledger and the mechanisms differ in more than pulls.
         """
         mechanisms = list(mechanisms)
+        trainings = {mechanism.without_pulls for mechanism in mechanisms} if self.ledger is not None else ()
+        require(
+            len(trainings) <= 1, "mechanisms", len(trainings), "such that they differ in pulls alone: one is charged"
+        )
         while self.ledger is not None:
             try:
-                _charge(self.ledger, self.run, mechanisms[0], self.repeatable)
+                self.ledger.charge(self.run, _round_costs(mechanisms[0], self.repeatable))
                 break
             except BudgetError as error:
                 if ending := _end_of_run(mechanisms[0], error, self.on_exhausted):
                     raise ending from error
+                self._dropped_groups |= set(error.groups)
                 mechanisms = [drop_groups(mechanism, error.groups) for mechanism in mechanisms]
         return mechanisms
 
@@ -120,16 +120,17 @@ class RunBilling:
         return epsilons
 
     def rounds_left(self) -> dict[str, float]:
-        """How many more rounds the budgets allow, for the groups that have one."""
+        """How many more rounds the budgets allow, for the groups that have one; 0 for groups that were dropped."""
+        left: dict[str, float] = {}
         if self.ledger is None:
-            return {}
-        budgets = {group.name: self.ledger.budget(group.name) for group in self.mechanism.groups}
-        costs = privacy_costs(self.mechanism)
-        return {
-            name: rounds_left(self.ledger.costs(name), costs[name], budget)
-            for name, budget in budgets.items()
-            if budget is not None
-        }
+            return left
+        costs = _round_costs(drop_groups(self.mechanism, self._dropped_groups), self.repeatable)
+        for name, cost in costs.items():
+            budget = self.ledger.budget(name)
+            if budget is not None:
+                is_dropped = name in self._dropped_groups
+                left[name] = 0 if is_dropped else rounds_left(self.ledger.costs(name), cost, budget)
+        return left
 
     def costs(self, group: str, rounds: int) -> tuple[PrivacyCost, ...]:
         """What so many rounds of this run have cost a group, replayed rounds included; as if it were not repeatable."""
@@ -138,7 +139,10 @@ class RunBilling:
         return self.ledger.costs(group, self.run)
 
     def _run_costs(self, group: str, rounds: int) -> tuple[PrivacyCost, ...]:
-        return (privacy_costs(self.mechanism, rounds + self.replayed_rounds)[group],)
+        mechanism = drop_groups(
+            self.mechanism, self._dropped_groups - {group}
+        )  # their noise is gone for the others too
+        return (privacy_costs(mechanism, rounds + self.replayed_rounds)[group],)
 
 
 class Segment(msgspec.Struct):
@@ -203,10 +207,9 @@ class DeploymentBilling:
             LedgerError: If the ledger refuses them, or has charged fewer rounds than are completed.
         """
         if dict(members) != self._members:
-            self._members = dict(members)
             for name, budget in self._budgets.items():
                 self.ledger.lower_budget(name, budget)
-            self._begin_segment()
+            self._begin_segment(dict(members))
 
     def charge_next(self) -> Mechanism:
         """Charge the next round, durably, and return the mechanism to run.
@@ -219,7 +222,7 @@ class DeploymentBilling:
         """
         while True:
             try:
-                _charge(self.ledger, self.segments[-1].name, self.mechanism, self.repeatable)
+                self.ledger.charge(self.segments[-1].name, _round_costs(self.mechanism, self.repeatable))
                 return self.mechanism
             except BudgetError as error:
                 if ending := _end_of_run(self.mechanism, error, self.on_exhausted):
@@ -227,7 +230,7 @@ class DeploymentBilling:
                         self.dropped_groups = {group.name for group in self.mechanism.groups}
                     raise ending from error
                 self.dropped_groups |= set(error.groups)
-            self._begin_segment()
+            self._begin_segment(self._members)
 
     def completed(self) -> None:
         """Count a round that was charged and is completed."""
@@ -252,22 +255,25 @@ class DeploymentBilling:
 
     def epsilon(self) -> dict[str, float]:
         """Each group's epsilon over all runs of the ledger: infinity for groups that opted out."""
-        return {
-            group.name: math.inf
-            if group.opted_out
-            else compose(self.ledger.costs(group.name), self.delta_of(group.name))
-            for group in self.mechanism.groups
-        }
+        epsilons = {}
+        for group in self.mechanism.groups:
+            costs = self.ledger.costs(group.name)
+            epsilons[group.name] = math.inf if group.opted_out else compose(costs, self.delta_of(group.name))
+        return epsilons
 
-    def _begin_segment(self) -> None:
-        """Begin the segment of the next mechanism, or resume it; the ledger must have charged what was completed."""
+    def _begin_segment(self, members: dict[str, str]) -> None:
+        """Begin the segment of these members' mechanism, or resume it; nothing changes if the ledger refuses it."""
         self.ledger.check_charged(self.run, sum(segment.rounds for segment in self.segments), self.charged)
-        mechanism = drop_groups(self.full_mechanism, self.dropped_groups)
-        if not self.segments or self.mechanism != mechanism:
+        mechanism = drop_groups(self._build_mechanism(Counter(members.values())), self.dropped_groups)
+        if self.segments and self.mechanism == mechanism:
+            self.ledger.begin(self.segments[-1].name, mechanism, self.segments[-1].rounds, members)
+        else:
             taken = {run.name for run in self.ledger.runs()}  # also runs that began after the last checkpoint
             names = (f"{self.run}/{number}" for number in itertools.count(1))
-            self.segments.append(Segment(next(name for name in names if name not in taken), mechanism))
-        self.ledger.begin(self.segments[-1].name, mechanism, self.segments[-1].rounds, self._members)
+            segment = Segment(next(name for name in names if name not in taken), mechanism)
+            self.ledger.begin(segment.name, mechanism, members=members)
+            self.segments.append(segment)
+        self._members = members
 
 
 def drop_groups(mechanism: Mechanism, names: Iterable[str]) -> Mechanism:
@@ -277,10 +283,10 @@ def drop_groups(mechanism: Mechanism, names: Iterable[str]) -> Mechanism:
     return replace(mechanism, groups=tuple(groups))
 
 
-def _charge(ledger: Ledger, run: str, mechanism: Mechanism, repeatable: bool) -> None:
-    """Charge one round of a mechanism; anybody can compute the noise of a repeatable round, so that counts as none."""
+def _round_costs(mechanism: Mechanism, repeatable: bool) -> dict[str, PrivacyCost]:
+    """What a round costs; the noise of a repeatable round can be computed from its seed, so that counts as none."""
     costs = privacy_costs(mechanism)
-    ledger.charge(run, without_noise(costs) if repeatable else costs)
+    return without_noise(costs) if repeatable else costs
 
 
 def _end_of_run(mechanism: Mechanism, error: BudgetError, on_exhausted: OnBudgetExhausted) -> BudgetExhausted | None:

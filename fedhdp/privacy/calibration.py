@@ -15,7 +15,7 @@ import msgspec
 
 from fedhdp.errors import require
 from fedhdp.mechanism import MAX_VALUE, SENSITIVITY, AdaptiveClip, Mechanism, Noise, PrivacyGroup, Sampling
-from fedhdp.privacy.accounting import MIN_NOISE_MULTIPLIER, Accountant, compose, gaussian_cost
+from fedhdp.privacy.accounting import MIN_NOISE_MULTIPLIER, Accountant, PrivacyCost, compose
 
 MAX_ROUNDS_PLD = 100_000  # beyond, calibration by PLD takes minutes
 
@@ -36,7 +36,7 @@ class PrivacyLevel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         is_exclusive = (self.noise_multiplier is None) != (self.epsilon is None)
-        rule = f"given where epsilon is not, and only there (epsilon is {self.epsilon})"
+        rule = f"set where epsilon is not, and only there (epsilon is {self.epsilon})"
         require(is_exclusive, "noise_multiplier", self.noise_multiplier, rule)
         if self.epsilon is not None:
             require(self.epsilon > 0, "epsilon", self.epsilon, "above 0")
@@ -112,7 +112,7 @@ def min_noise_multiplier(epsilon_of: Callable[[float], float], target: float) ->
     low = high = 0.0  # logarithms of noise multipliers, since epsilon is close to a power of the noise multiplier
     while (epsilon_low := epsilon_of(math.exp(low))) <= target and math.exp(low) > MIN_NOISE_MULTIPLIER:
         low -= 1
-    while (epsilon_high := epsilon_of(math.exp(high))) > target:
+    while not (epsilon_high := epsilon_of(math.exp(high))) <= target:  # NaN is not enough noise
         rule = "larger: no noise can be shown to keep this one at such a delta"
         require(math.exp(high) < MAX_VALUE, "epsilon", target, rule)
         high += 1
@@ -147,7 +147,7 @@ def noise_multiplier_for(
         InvalidValueError: If a value is out of range, or no noise keeps the epsilon.
     """
     require(epsilon > 0, "epsilon", epsilon, "above 0")
-    cost = gaussian_cost(math.inf, sampling_rate, rounds, sampling)
+    cost = PrivacyCost(math.inf, sampling_rate, sampling, rounds).checked()
     if epsilon == math.inf:
         return 0.0
     require(sampling_rate > 0, "sampling_rate", sampling_rate, "above 0 where epsilon is finite")
@@ -163,11 +163,7 @@ def noise_multiplier_for(
 
 
 def calibrate(
-    mechanism: Mechanism,
-    targets: Mapping[str, float],
-    rounds: int,
-    delta: float,
-    accountant: Accountant | None = None,
+    mechanism: Mechanism, targets: Mapping[str, float], rounds: int, delta: float, accountant: Accountant | None = None
 ) -> Mechanism:
     """Choose the noise multipliers of groups for the epsilons that they may reach.
 

@@ -110,18 +110,16 @@ class Ledger(LedgerFile):
             if row is None:
                 self._db.execute("INSERT INTO runs VALUES (?, ?, ?, 0)", (run, _now(), encoded))
             elif row[0] != encoded:
-                raise LedgerError(f"{self.path}: run {run!r} has another mechanism in this file", "run", run)
+                raise self._error(f"run {run!r} has another mechanism in this file", "run", run)
             self.check_charged(run, completed, row[1] if row else 0)
 
     def check_charged(self, run: str, completed: int, charged: int) -> None:
         """Raise ``LedgerError`` if a run has completed more rounds than this file has charged for it."""
         if charged < completed:
-            raise LedgerError(
-                f"{self.path}: run {run!r} has completed {completed} rounds, but only {charged} are charged: "
-                "this file is an older copy of its ledger, or another ledger",
-                "completed",
-                completed,
+            message = (
+                f"run {run!r} has completed {completed} rounds, but only {charged} are charged: this file is an older "
             )
+            raise self._error(message + "copy of its ledger, or another ledger", "completed", completed)
 
     def check_groups(self, groups: Iterable[PrivacyGroup]) -> None:
         """Raise ``LedgerError`` if groups, as clients chose them, would bypass a promised budget under a new name."""
@@ -139,17 +137,21 @@ class Ledger(LedgerFile):
 
         Raises:
             BudgetError: If budgets would be exceeded; it names their groups.
-            LedgerError: If the run or a group is unknown, or a group was charged by another kind of sampling.
+            LedgerError: If the run or a group is unknown, a group of the run has no cost, or a group was charged by
+                another kind of sampling.
         """
-        for name, cost in costs.items():
-            _check_cost(name, cost)
+        rounds = max((cost.checked().rounds for cost in costs.values()), default=1)
         with self._transaction():
-            rounds = max((cost.rounds for cost in costs.values()), default=1)
-            if not self._db.execute("UPDATE runs SET charged = charged + ? WHERE name = ?", (rounds, run)).rowcount:
-                raise LedgerError(f"{self.path}: there is no run {run!r}", "run", run)
+            row = self._db.execute("SELECT mechanism FROM runs WHERE name = ?", (run,)).fetchone()
+            if row is None:
+                raise self._error(f"there is no run {run!r}", "run", run)
+            for group in msgspec.json.decode(row[0], type=Mechanism).groups:
+                if group.name not in costs:
+                    raise self._error(f"run {run!r} has a group {group.name!r} without a cost", "costs", group.name)
+            self._db.execute("UPDATE runs SET charged = charged + ? WHERE name = ?", (rounds, run))
             for name, cost in costs.items():
                 if not self.clients(name):
-                    raise LedgerError(f"{self.path}: group {name!r} has not been in a run", "group", name)
+                    raise self._error(f"group {name!r} has not been in a run", "group", name)
                 self._check_sampling(name, cost.sampling)
             refused = tuple(name for name, cost in costs.items() if not self._is_affordable(name, cost))
             if refused:
@@ -208,7 +210,7 @@ class Ledger(LedgerFile):
             return dict(self._db.execute('SELECT client, "group" FROM registrations ORDER BY rowid'))
 
     def groups(self) -> tuple[str, ...]:
-        """The groups of all runs, in the order of their clients, and then those that have a budget alone."""
+        """The groups of all runs, in the order of their clients, and then those that only have a budget."""
         with self._translate_errors():
             rows = self._db.execute("SELECT name FROM groups ORDER BY clients = 0, first, rowid")
             return tuple(name for (name,) in rows)
@@ -254,7 +256,7 @@ class Ledger(LedgerFile):
         with self._translate_errors():
             row = self._db.execute(f"SELECT {columns} FROM groups WHERE name = ?", (group,)).fetchone()
         if row is None:
-            raise LedgerError(f"{self.path}: there is no group {group!r}", "group", group)
+            raise self._error(f"there is no group {group!r}", "group", group)
         return row[0], row[1]
 
     def _set_budget(self, group: str, budget: Budget) -> None:
@@ -262,8 +264,9 @@ class Ledger(LedgerFile):
         self._db.execute("INSERT OR IGNORE INTO groups VALUES (?, 0, 0, NULL, NULL)", (group,))
         previous = self.budget(group)
         if previous and not (budget.epsilon <= previous.epsilon and budget.delta <= previous.delta):
-            message = f"{self.path}: group {group!r} was promised {previous}, which cannot become {budget}"
-            raise LedgerError(message, "budget", budget)
+            raise self._error(
+                f"group {group!r} was promised {previous}, which cannot become {budget}", "budget", budget
+            )
         query = "UPDATE groups SET epsilon = ?, delta = ? WHERE name = ?"
         self._db.execute(query, (budget.epsilon, budget.delta, group))
 
@@ -278,12 +281,9 @@ class Ledger(LedgerFile):
             other_clients = range(first, first + count)
             overlaps = other_clients.start < clients.stop and clients.start < other_clients.stop
             if (other_name, other_clients) != (name, clients) and (other_name == name or overlaps):
-                raise LedgerError(
-                    f"{self.path}: clients {first} to {first + count - 1} are group {other_name!r} in this file, "
-                    f"so clients {clients.start} to {clients.stop - 1} cannot be group {name!r}",
-                    "groups",
-                    name,
-                )
+                message = f"clients {first} to {first + count - 1} are group {other_name!r} in this file, "
+                message += f"so clients {clients.start} to {clients.stop - 1} cannot be group {name!r}"
+                raise self._error(message, "groups", name)
         self._db.execute(
             "INSERT INTO groups VALUES (?, ?, ?, NULL, NULL) ON CONFLICT (name) DO UPDATE"
             " SET first = excluded.first, clients = excluded.clients",
@@ -293,11 +293,15 @@ class Ledger(LedgerFile):
     def _admit_members(self, mechanism: Mechanism, members: Mapping[str, str]) -> None:
         """Let a run have these clients, if each is registered for the group that the run has it in."""
         registrations = self.registrations()
+        group_names = {group.name for group in mechanism.groups}
         for client, name in members.items():
             registered = registrations.get(client)
             if registered != name:
-                message = f"{self.path}: client {client!r} is registered for {registered!r}, not for {name!r}"
-                raise LedgerError(message, "members", client)
+                message = f"client {client!r} is registered for {registered!r}, not for {name!r}"
+                raise self._error(message, "members", client)
+            if name not in group_names:  # the client would not be charged
+                message = f"client {client!r} is registered for {name!r}, which the mechanism does not have"
+                raise self._error(message, "members", client)
         noisy = {group.name for run in self.runs() for group in run.mechanism.groups if not group.opted_out}
         for group in mechanism.groups:
             rule = f"above 0, as in other runs of {self.path}: clients registered for {group.name!r} with noise"
@@ -314,11 +318,9 @@ class Ledger(LedgerFile):
         """A file's clients are either numbered or registered: neither can vouch for the other."""
         registered = set(self.registrations().values())
         if registering and any(self.clients(name) and name not in registered for name in self.groups()):
-            raise LedgerError(
-                f"{self.path}: its clients are numbered, so none can register; use another file", "members"
-            )
+            raise self._error("its clients are numbered, so none can register; use another file", "members")
         if registered and not registering:
-            raise LedgerError(f"{self.path}: its clients are registered, so a run must name its members", "members")
+            raise self._error("its clients are registered, so a run must name its members", "members")
 
     def _check_population(self, population: str | None) -> None:
         """Client numbers are of one population: in another, the same number is another client."""
@@ -326,22 +328,17 @@ class Ledger(LedgerFile):
         if population is not None and row is None:
             self._db.execute("INSERT INTO population VALUES (?)", (population,))
         elif population is not None and row[0] != population:
-            raise LedgerError(
-                f"{self.path}: its clients are those of {row[0]}, not of {population}; use another file",
-                "population",
-                population,
-            )
+            message = f"its clients are those of {row[0]}, not of {population}; use another file"
+            raise self._error(message, "population", population)
 
     def _check_sampling(self, group: str, sampling: str) -> None:
         """Costs by one kind of sampling do not compose with costs by the other."""
-        others = {cost.sampling for cost in self.costs(group)} - {sampling}
-        if others:
-            raise LedgerError(
-                f"{self.path}: {group!r} was charged with {min(others)} sampling, which does not compose with "
-                f"{sampling} sampling; use another file",
-                "sampling",
-                sampling,
+        mixed = {cost.sampling for cost in self.costs(group)} - {sampling}
+        if mixed:
+            message = (
+                f"{group!r} was charged with {min(mixed)} sampling, which does not compose with {sampling} sampling"
             )
+            raise self._error(f"{message}; use another file", "sampling", sampling)
 
     def _check_promises(self, groups: tuple[PrivacyGroup, ...]) -> None:
         """A budget that waits for its group is not bypassed under a new name, such as a misspelt one."""
@@ -349,19 +346,11 @@ class Ledger(LedgerFile):
         absent = sorted(set(waiting) - {group.name for group in groups})
         new = [group.name for group in groups if not group.opted_out and group.name not in self.groups()]
         if absent and new:
-            raise LedgerError(
-                f"{self.path}: group {absent[0]!r} was promised a budget and has not been in a run, while {new[0]!r} is "
-                f"new and was promised none; if they are not the same clients, promise {new[0]!r} a budget too",
-                "groups",
-                new[0],
+            message = (
+                f"group {absent[0]!r} was promised a budget and has not been in a run, while {new[0]!r} is new and "
             )
-
-
-def _check_cost(group: str, cost: PrivacyCost) -> None:
-    noise_multiplier, sampling_rate, _, rounds = cost
-    require(noise_multiplier >= 0, f"noise_multiplier of {group!r}", noise_multiplier, "at least 0")
-    require(0 <= sampling_rate <= 1, f"sampling_rate of {group!r}", sampling_rate, "between 0 and 1")
-    require(rounds >= 0, f"rounds of {group!r}", rounds, "at least 0")
+            message += f"was promised none; if they are not the same clients, promise {new[0]!r} a budget too"
+            raise self._error(message, "groups", new[0])
 
 
 def _client_ranges(mechanism: Mechanism) -> Iterator[tuple[str, range]]:

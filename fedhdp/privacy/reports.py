@@ -19,7 +19,6 @@ from fedhdp.privacy.accounting import (
     PrivacyCost,
     compose,
     epsilon_best_of,
-    gaussian_cost,
     gaussian_epsilon,
     privacy_costs,
     reports_by_accountant,
@@ -138,16 +137,16 @@ def account_rounds(
 
     Args:
         sampling_rate: The probability that a client takes part in a round.
-        rounds: How many rounds.
+        rounds: The number of rounds.
         delta: The delta.
         noise_multiplier: The noise as a multiple of the L2 sensitivity. Either this or ``target_epsilon``.
         target_epsilon: The epsilon to stay within.
-        accountant: By which epsilon is computed.
-        sampling: How cohorts are sampled.
-        tuning: How many runs there are, if only the best of several is shown.
+        accountant: ``rdp``, or ``pld`` for Poisson sampling without tuning.
+        sampling: ``poisson`` or ``fixed``.
+        tuning: The number of runs, if only the best of several is shown.
 
     Raises:
-        InvalidValueError: If a value is out of range, or not exactly one of noise and target is set.
+        InvalidValueError: If a value is out of range, or not exactly one of the two is set.
     """
     if tuning is not None:
         require(accountant == "rdp", "accountant", accountant, "'rdp' where there is tuning")
@@ -156,17 +155,17 @@ def account_rounds(
         return compose([cost], delta, accountant) if tuning is None else epsilon_best_of(cost, *tuning, delta)
 
     def epsilon_at(noise: float) -> float:
-        return epsilon_of(gaussian_cost(noise, sampling_rate, rounds, sampling))
+        return epsilon_of(PrivacyCost(noise, sampling_rate, sampling, rounds))
 
     if target_epsilon is not None:
-        require(noise_multiplier is None, "noise_multiplier", noise_multiplier, "None where a target is given")
+        require(noise_multiplier is None, "noise_multiplier", noise_multiplier, "None where there is a target_epsilon")
         noise_multiplier = noise_multiplier_for(target_epsilon, sampling_rate, rounds, delta, accountant, sampling)
         if tuning is not None and noise_multiplier > 0:
             noise_multiplier = min_noise_multiplier(epsilon_at, target_epsilon)
     if noise_multiplier is None or not noise_multiplier < math.inf:
-        message = f"noise_multiplier must be finite, or a target given, got {noise_multiplier}"
+        message = f"noise_multiplier must be finite where there is no target_epsilon, got {noise_multiplier}"
         raise InvalidValueError(message, "noise_multiplier", noise_multiplier)
-    cost = gaussian_cost(noise_multiplier, sampling_rate, rounds, sampling)
+    cost = PrivacyCost(noise_multiplier, sampling_rate, sampling, rounds).checked()
     epsilon, sensitivity = epsilon_of(cost), SENSITIVITY[sampling]
     points = sorted({round(rounds * point / CURVE_POINTS) for point in range(1, CURVE_POINTS + 1)})
     return RoundsReport(
@@ -197,10 +196,10 @@ def account_mechanisms(
 
     Args:
         variants: The name and the mechanism of each variant; all have the same groups.
-        rounds: How many rounds.
+        rounds: The number of rounds.
         delta_of: The delta of each group.
-        tuning: How many runs there are, if only the best of several variants is shown. For a group, the candidates are
-            the variants in which it has not opted out.
+        tuning: The number of runs, if only the best of several variants is shown. For a group, the candidates are the
+            variants in which it has not opted out.
 
     Returns:
         A report for each set of variants with equal costs, in the order of the first of them.
@@ -264,12 +263,9 @@ def account_levels(
 
     Args:
         mechanism: A mechanism with Poisson sampling whose groups are the levels.
-        rounds: How many rounds.
+        rounds: The number of rounds.
         delta_of: The delta of each level.
         budgets: The budgets of the levels that have one.
-
-    Returns:
-        A report for each level, in the order of the mechanism's groups.
     """
     reports = []
     for group in mechanism.groups:
@@ -301,7 +297,7 @@ def group_standing(ledger: Ledger, group: str, delta: float) -> GroupStanding:
     delta = budget.delta if budget else delta
     samplings = sorted({cost.sampling for cost in costs})
     composes = len(samplings) <= 1
-    mechanisms = [run.mechanism for run in ledger.runs() if group in privacy_costs(run.mechanism)]
+    mechanisms = [run.mechanism for run in ledger.runs() if group in {g.name for g in run.mechanism.sampled_groups}]
     left = None
     if budget and mechanisms and samplings in ([], [mechanisms[-1].sampling]):
         left = rounds_left(costs, privacy_costs(mechanisms[-1])[group], budget)

@@ -20,7 +20,7 @@ import fedhdp
 from fedhdp import AdaptiveClip, FederatedData, LocalTraining, Mechanism, Model, PrivacyGroup, Simulation, mlp
 from fedhdp.algorithms import dp_fedavg, non_private
 from fedhdp.datasets import load_mnist
-from fedhdp.errors import ConfigError, RunError
+from fedhdp.errors import ConfigError
 from fedhdp.experiments.presets import PAPER_TRAINING
 from fedhdp.mechanism import SERVER, Sampling
 from fedhdp.reproduction.render import TextTable
@@ -36,10 +36,6 @@ READINGS = ("late", "last", "best")
 BASE_TABLES = {"causes": "noniid-mnist", "skewed-causes": "skewed-mnist"}
 
 
-def _same(data: FederatedData) -> FederatedData:
-    return data
-
-
 class Choice(NamedTuple):
     """A setting that the paper leaves open."""
 
@@ -49,7 +45,7 @@ class Choice(NamedTuple):
     joint_cohorts: bool = False  # cohorts of all clients, not a fixed share of each group
     samples: int = 30
     model: Callable[[], Model] = mlp
-    preprocess: Callable[[FederatedData], FederatedData] = _same
+    preprocess: Callable[[FederatedData], FederatedData] | None = None
 
 
 class CauseRow(msgspec.Struct, frozen=True):
@@ -149,7 +145,7 @@ def accuracies(choice: Choice, seed: int, skewed: bool, rounds: int) -> np.ndarr
     """The server's accuracy in percent, evaluation by evaluation and column by column."""
     opted_out = 100 if skewed else 0
     data = load_mnist("skewed" if skewed else "one_digit", 2000, opted_out, choice.samples, 2, seed)
-    data = choice.preprocess(data)
+    data = data if choice.preprocess is None else choice.preprocess(data)
     mechanisms = mechanisms_of(choice)
     simulation = Simulation(data, choice.model(), mechanisms, choice.training, seed=seed)
     clients_G = [group.clients for group in mechanisms[0].groups]
@@ -177,23 +173,20 @@ def run_causes(
 
     Args:
         table: ``causes`` or ``skewed-causes``, in which all opted-out clients hold a 7.
-        names: Choices, comma-separated; default all.
+        names: Choices, comma-separated; None for all.
         seeds: The seeds.
         rounds: The number of rounds.
         print_line: Called with a line of progress after each choice.
 
-    Returns:
-        The means and standard errors.
-
     Raises:
         ConfigError: If there is no such choice.
     """
-    chosen = list(CHOICES) if names is None else [word.strip() for word in names.split(",")]
-    for name in chosen:
+    labels = list(CHOICES) if names is None else [word.strip() for word in names.split(",")]
+    for name in labels:
         if name not in CHOICES:
             raise ConfigError(f"there is no row {name!r} in {table}; there are {', '.join(CHOICES)}", "--rows", name)
     rows = []
-    for name in chosen:
+    for name in labels:
         runs = [read(accuracies(CHOICES[name], seed, table == "skewed-causes", rounds)) for seed in seeds]
         for reading in READINGS:
             accuracy_SC = np.array([run[reading] for run in runs])
@@ -225,15 +218,3 @@ def write_causes(out: Path, causes: Causes) -> None:
     """Write ``summary.json``."""
     out.mkdir(parents=True, exist_ok=True)
     store.write_value(out / SUMMARY, causes)
-
-
-def read_causes(path: Path) -> Causes:
-    """Read ``summary.json`` of causes.
-
-    Raises:
-        RunError: If the file is something else.
-    """
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Causes)
-    except msgspec.MsgspecError as error:
-        raise RunError(f"{path} is not a summary of causes: {error}", "--out", path) from None

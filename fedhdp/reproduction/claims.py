@@ -25,17 +25,9 @@ class ClaimResult(msgspec.Struct, frozen=True):
 
 
 def check_claims(table: str, measured: View, by_seed: list[View], paper: View, paper_best: float) -> list[ClaimResult]:
-    """Check the claims about one table.
+    """Check each claim about a table on the means over seeds, on each seed's numbers, and on the paper's.
 
-    Args:
-        table: The table's name.
-        measured: The means over seeds.
-        by_seed: The numbers of each seed.
-        paper: The paper's numbers.
-        paper_best: The paper's best global accuracy of FedHDP.
-
-    Returns:
-        A result for each claim.
+    ``paper_best`` is the paper's best global accuracy of FedHDP.
     """
     checks = LEVEL_CLAIMS if table == "levels" else CLAIMS
     results = [_check_claim(claim, check, measured, by_seed, paper) for claim, check in checks.items()]

@@ -16,7 +16,16 @@ from fedhdp.errors import RunError
 from fedhdp.reproduction import tables
 from fedhdp.reproduction.claims import ClaimResult, View, check_claims, check_skewed_claim
 from fedhdp.reproduction.extensions import LEVEL_TABLES
-from fedhdp.reproduction.runs import FinishedRun, LineKey, column_means, group_costs, part_order, read_lines, read_runs
+from fedhdp.reproduction.runs import (
+    FinishedRun,
+    LineKey,
+    column_means,
+    group_costs,
+    part_order,
+    read_lines,
+    read_runs,
+    values_by_column,
+)
 from fedhdp.reproduction.summary import (
     SUMMARY,
     Comparison,
@@ -47,13 +56,6 @@ def load(out: Path, table: str) -> Comparison:
 def compare(out: Path, table: str) -> Comparison:
     """Read the runs of a table, and compare them with the paper.
 
-    Args:
-        out: The table's directory.
-        table: The table's name.
-
-    Returns:
-        The comparison.
-
     Raises:
         RunError: If no run is finished, or the runs cannot be in one table.
     """
@@ -70,7 +72,7 @@ def compare(out: Path, table: str) -> Comparison:
         for key, seeds in sorted(by_run.items(), key=lambda item: _line_order(item[0]))
     }
     paper_table, first = tables.TABLES.get(table), runs[0].experiment
-    lines = tuple(_line(key, seeds, table) for key, seeds in by_seed.items())
+    lines = tuple(make_line(key, values_by_column(seeds.values()), seeds, table) for key, seeds in by_seed.items())
     return Comparison(
         table=table,
         data=tables.describe_data(paper_table or tables.TABLES["noniid-mnist"], first.data),
@@ -86,12 +88,6 @@ def compare(out: Path, table: str) -> Comparison:
         notes=tuple(_notes(runs, lines, paper_table) + _note_repetitions(by_run) + _note_unequal_seeds(by_seed)),
         lines=lines,
     )
-
-
-def _line(key: LineKey, seeds: dict[int, dict[str, float]], table: str) -> Line:
-    columns = dict.fromkeys(column for values in seeds.values() for column in values)
-    cells = {column: [values[column] for values in seeds.values() if column in values] for column in columns}
-    return make_line(key, cells, seeds, table)  # type: ignore[arg-type]
 
 
 def _line_order(key: LineKey) -> tuple:

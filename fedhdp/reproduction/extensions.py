@@ -72,18 +72,7 @@ LEVEL_TABLES = {  # name, share of the clients, noise multiplier of each level
 def extension_part(
     name: str, data: DataConfig, personal: bool = True, rounds: int = ROUNDS, seed: int = 0
 ) -> Experiment:
-    """An extension as an experiment.
-
-    Args:
-        name: A key of `EXTENSIONS`.
-        data: The data of the table.
-        personal: Whether personal models are trained.
-        rounds: The number of rounds.
-        seed: The seed.
-
-    Returns:
-        The experiment.
-    """
+    """A key of `EXTENSIONS` as an experiment; ``personal`` says whether personal models are trained."""
     extension, table = EXTENSIONS[name], TABLES[BASE]
     opted_out, private = tables.groups_of(table, data)
     if extension.noise_multiplier is not None:
@@ -132,12 +121,9 @@ def make_parts(
 
     Args:
         name: The table.
-        row_names: The rows, comma-separated; default all of the table.
+        row_names: The rows, comma-separated; None for all of the table.
         seeds: The seeds.
         options: How all parts are run.
-
-    Returns:
-        The parts in the order in which they are run.
 
     Raises:
         ConfigError: If there is no such table or row.

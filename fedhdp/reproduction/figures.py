@@ -180,39 +180,31 @@ def _draw_extensions(axis: Axes, comparison: Comparison, table: PaperTable) -> N
     lines = [line for line in comparison.global_lines if line.key.part != "paper" and "acc_g" in line.cells]
     if not lines:
         return _draw_differences(axis, comparison)
-    for height, line in enumerate(reversed(lines)):
-        cell = line.cells["acc_g"]
-        axis.errorbar(cell.mean, height, xerr=_half(cell), color=MEASURED, marker="o", markersize=5, capsize=3)
-    axis.set_yticks(range(len(lines)), [line.key.row for line in reversed(lines)], fontsize=8)
+    _draw_rows(axis, [(line.key.row, line.cells["acc_g"].mean, _half(line.cells["acc_g"])) for line in lines])
     best = published_best(table)
     axis.axvline(best, color=PUBLISHED, linestyle="--", linewidth=1.2)
-    axis.annotate(
-        f"paper's best {best:g}",
-        (best, len(lines) - 0.4),
-        (4, 0),
-        textcoords="offset points",
-        color=PUBLISHED,
-        fontsize=8,
-    )
+    style: dict[str, Any] = {"textcoords": "offset points", "color": PUBLISHED, "fontsize": 8}
+    axis.annotate(f"paper's best {best:g}", (best, len(lines) - 0.4), (4, 0), **style)
     axis.set_ylim(-0.6, len(lines))
     axis.set(xlabel="accuracy, %")
     axis.set_title("extensions: global model, server's test set", fontsize=10)
-    axis.grid(color="#e5e5e5", linewidth=0.6, axis="x")
 
 
 def _draw_differences(axis: Axes, comparison: Comparison) -> None:
     """Draw the difference of each row from the paper, and a band of one point."""
-    lines = [line for line in comparison.global_lines if line.cells["acc_g"].difference is not None]
+    cells = [(line.key.row, line.cells["acc_g"]) for line in comparison.global_lines]
     axis.axvspan(-CLOSE, CLOSE, color=PUBLISHED, alpha=0.12, linewidth=0)
     axis.axvline(0, color=PUBLISHED, linewidth=1.2)
-    for height, line in enumerate(reversed(lines)):
-        cell = line.cells["acc_g"]
-        axis.errorbar(
-            cell.difference or 0.0, height, xerr=_half(cell), color=MEASURED, marker="o", markersize=5, capsize=3
-        )
-    axis.set_yticks(range(len(lines)), [line.key.row for line in reversed(lines)], fontsize=8)
+    _draw_rows(axis, [(row, cell.difference, _half(cell)) for row, cell in cells if cell.difference is not None])
     axis.set(xlabel="points above the paper")
     axis.set_title("global model, server's test set: difference from the paper", fontsize=10)
+
+
+def _draw_rows(axis: Axes, rows: Sequence[tuple[str, float, float]]) -> None:
+    """Draw a point with its interval for each label, from top to bottom."""
+    for height, (_, value, half) in enumerate(reversed(rows)):
+        axis.errorbar(value, height, xerr=half, color=MEASURED, marker="o", markersize=5, capsize=3)
+    axis.set_yticks(range(len(rows)), [label for label, *_ in reversed(rows)], fontsize=8)
     axis.grid(color="#e5e5e5", linewidth=0.6, axis="x")
 
 

@@ -22,7 +22,7 @@ import msgspec
 
 from fedhdp.errors import RunError
 from fedhdp.reproduction import render, tables
-from fedhdp.reproduction.causes import BASE_TABLES, causes_table, read_causes
+from fedhdp.reproduction.causes import BASE_TABLES, Causes, causes_table
 from fedhdp.reproduction.figures import draw
 from fedhdp.reproduction.summary import SUMMARY, Cell, Comparison, difference_of_rows, read_summary
 from fedhdp.results import store
@@ -30,13 +30,6 @@ from fedhdp.results import store
 MAX_PERSONAL_ROWS = 12  # a longer table of personal models is in the whole table only
 FINDINGS = "findings.md"
 NOTICE = "<!-- Made by `fedhdp reproduce --docs docs/results` from the folders of results/. -->"
-
-
-class Head(msgspec.Struct):
-    """What every summary has."""
-
-    table: str
-    seeds: tuple[int, ...] | int
 
 
 def write_page(folder: Path) -> list[Path]:
@@ -52,58 +45,61 @@ def write_page(folder: Path) -> list[Path]:
         RunError: If a summary or a number in findings cannot be read.
     """
     paths = []
-    for summary in folder.glob(f"*/{SUMMARY}"):
-        if _head(summary).table not in BASE_TABLES:
-            comparison = read_summary(summary)
-            paths += [summary.with_name("table.md"), summary.with_name("table.png")]
-            store.atomic_write(paths[-2], render.markdown(comparison).encode())
-            draw(comparison, paths[-1])
+    for path, table in read_tables(folder):
+        if isinstance(table, Comparison):
+            paths += [path / "table.md", path / "table.png"]
+            store.atomic_write(paths[-2], render.markdown(table).encode())
+            draw(table, paths[-1])
     page = folder.with_suffix(".md")
     store.atomic_write(page, render_page(folder).encode())
     return [page, *sorted(paths)]
 
 
+def read_tables(folder: Path) -> list[tuple[Path, Comparison | Causes]]:
+    """The tables with their folders, in the paper's order; within one table, most seeds first and causes last."""
+
+    def order(item: tuple[Path, Comparison | Causes]) -> tuple:
+        path, table = item
+        name = BASE_TABLES.get(table.table, table.table)
+        seeds = table.seeds if isinstance(table, Causes) else len(table.seeds)
+        return [*tables.TABLES, "levels"].index(name), isinstance(table, Causes), -seeds, path.name
+
+    return sorted(((path.parent, read_table(path)) for path in folder.glob(f"*/{SUMMARY}")), key=order)
+
+
+def read_table(path: Path) -> Comparison | Causes:
+    """Read ``summary.json`` of a table or of causes.
+
+    Raises:
+        RunError: If the file is something else.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Causes)
+    except msgspec.MsgspecError:
+        return read_summary(path)
+
+
 def render_page(folder: Path) -> str:
     """The page as Markdown."""
-    sections = [render_section(path, folder.name) for path in sorted(folder.glob(f"*/{SUMMARY}"), key=_order)]
+    sections = [render_section(path, table) for path, table in read_tables(folder)]
     intro = (folder / "intro.md").read_text(encoding="utf-8").strip()
     return "\n\n".join([NOTICE, intro, *sections]) + "\n"
 
 
-def _order(path: Path) -> tuple:
-    """The paper's order of tables; within one, most seeds first, causes last."""
-    head = _head(path)
-    table = BASE_TABLES.get(head.table, head.table)
-    seeds = head.seeds if isinstance(head.seeds, int) else len(head.seeds)
-    return [*tables.TABLES, "levels"].index(table), head.table in BASE_TABLES, -seeds, path.parent.name
-
-
-def _head(path: Path) -> Head:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Head)
-    except msgspec.MsgspecError as error:
-        raise RunError(f"{path} is not the summary of a table: {error}", "--docs", path) from None
-
-
-def render_section(path: Path, link: str) -> str:
+def render_section(path: Path, table: Comparison | Causes) -> str:
     """The section of one table: heading, commands, tables, figure and findings."""
-    heading, _, findings = path.with_name(FINDINGS).read_text(encoding="utf-8").partition("\n")
-    title = "#" + heading
-    if _head(path).table in BASE_TABLES:
-        causes = read_causes(path)
-        return "\n\n".join(
-            [title, _shell(causes.command), render.markdown_table(causes_table(causes)), findings.strip()]
-        )
-    comparison = read_summary(path)
-    texts = [render.global_table(comparison), render.personal_table(comparison), render.claims_table(comparison)]
+    heading, _, findings = (path / FINDINGS).read_text(encoding="utf-8").partition("\n")
+    title, findings, link = "#" + heading, findings.strip(), f"{path.parent.name}/{path.name}"
+    if isinstance(table, Causes):
+        return "\n\n".join([title, _shell(table.command), render.markdown_table(causes_table(table)), findings])
+    texts = [render.global_table(table), render.personal_table(table), render.claims_table(table)]
     if len(texts[1].rows) > MAX_PERSONAL_ROWS:
         del texts[1]
-    blocks = [title, _commands(comparison), f"Data: {comparison.data}."]
+    blocks = [title, _commands(table), f"Data: {table.data}."]
     blocks += [render.markdown_table(text) for text in texts if text.rows]
-    if path.with_name("table.png").exists():
-        blocks.append(f"![{heading.lstrip('# ')}]({link}/{path.parent.name}/table.png)")
-    blocks += [fill_in(findings.strip(), comparison), f"[Whole table]({link}/{path.parent.name}/table.md)"]
-    return "\n\n".join(blocks)
+    if (path / "table.png").exists():
+        blocks.append(f"![{heading.lstrip('# ')}]({link}/table.png)")
+    return "\n\n".join([*blocks, fill_in(findings, table), f"[Whole table]({link}/table.md)"])
 
 
 def _commands(comparison: Comparison) -> str:
@@ -133,22 +129,20 @@ def fill_in(findings: str, comparison: Comparison) -> str:
 def _number(text: str, comparison: Comparison) -> str:
     expression, _, column = (word.strip() for word in text.partition("|"))
     column = column or "acc_g"
-    if expression.startswith("paper "):
-        paper = _cell(comparison, expression.removeprefix("paper "), column).paper
-        if paper is None:
-            raise RunError(f"the paper has no {column} of {expression}", "--docs", text)
-        return _format(paper, None, sign=column.startswith("delta"))
-    if expression.endswith("/ paper"):
-        cell = _cell(comparison, expression.removesuffix("/ paper").strip(), column)
-        if cell.difference is None:
-            raise RunError(f"the paper has no {column} of {expression}", "--docs", text)
-        return _format(cell.difference, cell.half, sign=True)
+    signed = column.startswith("delta")
     rows = [word.strip() for word in expression.split(" - ")]
     if len(rows) == 2:
         difference = difference_of_rows(comparison, rows, column)
         return _format(difference.mean, difference.half, sign=True)
-    cell = _cell(comparison, expression, column)
-    return _format(cell.mean, cell.half, sign=column.startswith("delta"))
+    row = expression.removeprefix("paper ").removesuffix("/ paper")
+    cell = _cell(comparison, row, column)
+    if row == expression:
+        return _format(cell.mean, cell.half, signed)
+    if cell.paper is None or cell.difference is None:
+        raise RunError(f"the paper has no {column} of {expression}", "--docs", text)
+    if expression.startswith("paper "):
+        return _format(cell.paper, None, signed)
+    return _format(cell.difference, cell.half, sign=True)
 
 
 def _cell(comparison: Comparison, row: str, column: str) -> Cell:

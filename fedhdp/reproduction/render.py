@@ -200,8 +200,9 @@ def markdown(comparison: Comparison) -> str:
 
 
 def markdown_table(table: TextTable) -> str:
-    """The table in Markdown."""
-    lines = [table.header, ["---"] + ["---:"] * (len(table.header) - 1), *table.rows]
+    """The table in Markdown; columns of numbers are aligned to the right."""
+    names = 1 if table.header[0] != "claim" else len(table.header)
+    lines = [table.header, ["---"] * names + ["---:"] * (len(table.header) - names), *table.rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
@@ -219,15 +220,7 @@ def numbers_csv(comparison: Comparison) -> str:
 
 
 def write(out: Path, comparison: Comparison) -> list[Path]:
-    """Write all files of a table.
-
-    Args:
-        out: The table's directory.
-        comparison: The table.
-
-    Returns:
-        The files.
-    """
+    """Write all files of a table into its directory, and return their paths."""
     from fedhdp.reproduction.figures import draw
 
     contents = {

@@ -63,9 +63,6 @@ def is_started(out: Path, part: Part) -> bool:
 def check_output_directory(out: Path) -> None:
     """Refuse a directory with anything but a table in it.
 
-    Args:
-        out: The directory of the table, which need not exist.
-
     Raises:
         RunError: If it is a file, or has other content.
     """
@@ -86,10 +83,6 @@ def incompatible_fields(first: Experiment, second: Experiment) -> list[str]:
 
 def plan_parts(out: Path, parts: Iterable[Part]) -> list[Part]:
     """Fit parts to the runs that a directory has: those are resumed, and missing variants become supplements.
-
-    Args:
-        out: The directory of the table.
-        parts: The parts to run.
 
     Returns:
         The parts and supplements, in the order in which they are run.
@@ -146,7 +139,7 @@ def run_part(part: Part, out: Path, watch: runner.Watch, command: str) -> None:
         part: The part.
         out: The directory of the table.
         watch: Called with the progress after each round; False stops the run.
-        command: The command, for the record.
+        command: The command, recorded with the machine.
 
     Raises:
         Interrupted: If ``watch`` stopped the run.

@@ -66,10 +66,6 @@ class GroupCost(msgspec.Struct, frozen=True):
 def read_runs(out: Path, table: str) -> tuple[list[FinishedRun], list[str]]:
     """Read the runs of a table.
 
-    Args:
-        out: The table's directory.
-        table: The table's name.
-
     Returns:
         The finished runs, and the names of the unfinished ones.
 
@@ -184,11 +180,18 @@ def _percent(name: str, value: float | None) -> dict[str, float]:
     return {} if value is None else {name: 100 * value}
 
 
-def column_means(lines: list[dict[str, float]]) -> dict[str, float]:
+def values_by_column(lines: Iterable[dict[str, float]]) -> dict[str, list[float]]:
+    """The numbers of each column over the lines that have it."""
+    values: dict[str, list[float]] = {}
+    for line in lines:
+        for column, value in line.items():
+            values.setdefault(column, []).append(value)
+    return values
+
+
+def column_means(lines: Iterable[dict[str, float]]) -> dict[str, float]:
     """The mean of each column over the lines that have it."""
-    columns = dict.fromkeys(column for line in lines for column in line)
-    values = {column: [line[column] for line in lines if column in line] for column in columns}
-    return {column: sum(numbers) / len(numbers) for column, numbers in values.items()}
+    return {column: sum(values) / len(values) for column, values in values_by_column(lines).items()}
 
 
 def group_costs(runs: Iterable[FinishedRun]) -> list[GroupCost]:

@@ -7,9 +7,10 @@ was measured before seeds were recorded has its mean, standard deviation and num
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -19,7 +20,7 @@ from fedhdp.reproduction import tables
 from fedhdp.reproduction.claims import ClaimResult
 from fedhdp.reproduction.extensions import EXTENSIONS
 from fedhdp.reproduction.runner import Machine
-from fedhdp.reproduction.runs import GroupCost, LineKey
+from fedhdp.reproduction.runs import GroupCost, LineKey, column_means
 from fedhdp.reproduction.tables import PaperTable, TableRow
 from fedhdp.results.metrics import half_interval
 
@@ -98,32 +99,35 @@ class Comparison(_Head, frozen=True, kw_only=True):
         return [line for line in self.lines if line.key.pull is not None]
 
 
-def make_cell(values: Iterable[float], paper: float | None = None) -> Cell:
+class Moments(msgspec.Struct, frozen=True):
+    """A cell without its seeds' numbers."""
+
+    mean: float
+    sd: float | None
+    seeds: int
+
+
+def make_cell(numbers: Sequence[float] | Moments, paper: float | None = None) -> Cell:
     """Summarize numbers over seeds, beside the paper's."""
-    numbers = tuple(values)
-    sd = stdev(numbers) if len(numbers) > 1 else None
-    return _compare_cell(Moments(fmean(numbers), sd, len(numbers)), numbers, paper)
-
-
-def _compare_cell(moments: Moments, values: tuple[float, ...], paper: float | None) -> Cell:
-    mean, half = moments.mean, moments.half
+    values: tuple[float, ...] = ()
+    if isinstance(numbers, Moments):
+        mean, sd, count = numbers.mean, numbers.sd, numbers.seeds
+    else:
+        values, mean, count = tuple(numbers), fmean(numbers), len(numbers)
+        sd = stdev(numbers) if count > 1 else None
+    half = None if sd is None or count < 2 else (half_interval(range(count)) or math.nan) * sd / stdev(range(count))
     low, high = (None, None) if half is None else (mean - half, mean + half)
-    cell = Cell(mean, moments.sd, low, high, moments.seeds, values)
+    cell = Cell(mean, sd, low, high, count, values)
     if paper is None:
         return cell
     covers = None if half is None else abs(mean - paper) <= half + 1e-9
     return replace(cell, paper=paper, difference=mean - paper, covers_paper=covers)
 
 
-def make_line(key: LineKey, cells: dict[str, list[float] | Moments], seeds: Iterable[int], table: str) -> Line:
+def make_line(key: LineKey, cells: Mapping[str, list[float] | Moments], seeds: Iterable[int], table: str) -> Line:
     """A line of the table, with the paper's numbers where it has them."""
     paper = _paper_numbers(key, tables.TABLES.get(table))
-    compared = {}
-    for column, numbers in cells.items():
-        if isinstance(numbers, Moments):
-            compared[column] = _compare_cell(numbers, (), paper.get(column))
-        else:
-            compared[column] = make_cell(numbers, paper.get(column))
+    compared = {column: make_cell(numbers, paper.get(column)) for column, numbers in cells.items()}
     difference = compared["acc_g"].difference if "acc_g" in compared else None
     close = None if difference is None or key.part != "paper" else abs(difference) <= CLOSE
     return Line(key, compared, close, tuple(seeds))
@@ -143,30 +147,13 @@ def published_means(table: PaperTable, row: TableRow, pull: float | str | None) 
     rows = [line for line in tables.published_rows(table.dataset) if line.row == row and pull in (None, line.pull)]
     letter = "_g" if pull is None else "_l"
     columns = [name for name in tables.PUBLISHED_COLUMNS if letter in name]
-    values = {name: [line.numbers[name] for line in rows if name in line.numbers] for name in columns}
-    return {name: fmean(numbers) for name, numbers in values.items() if numbers}
+    return column_means({name: row.numbers[name] for name in columns if name in row.numbers} for row in rows)
 
 
 def published_best(table: PaperTable) -> float:
     """The paper's best accuracy of a global model of FedHDP."""
     rows = tables.published_rows(table.dataset)
     return max(line.numbers["acc_g"] for line in rows if line.row.algorithm == "fedhdp")
-
-
-class Moments(msgspec.Struct, frozen=True):
-    """A cell without its seeds' numbers."""
-
-    mean: float
-    sd: float | None
-    seeds: int
-
-    @property
-    def half(self) -> float | None:
-        """Half of the 95% interval of the mean."""
-        if self.sd is None or self.seeds < 2:
-            return None
-        unit = range(self.seeds)
-        return (half_interval(unit) or math.nan) * self.sd / stdev(unit)
 
 
 class _Row(LineKey, frozen=True, kw_only=True):
@@ -180,33 +167,25 @@ class _File(_Head, frozen=True, kw_only=True):
 
 def encode_summary(comparison: Comparison) -> bytes:
     """The content of ``summary.json``: indented, with a line for each row."""
-    head = {name: getattr(comparison, name) for name in _Head.__struct_fields__}
+    head: dict[str, Any] = {name: getattr(comparison, name) for name in _Head.__struct_fields__}
     head["seconds_per_seed"] = {part: round(value, 1) for part, value in comparison.seconds_per_seed.items()}
     rows = []
     for line in comparison.lines:
-        cells = {column: _numbers_of(cell) for column, cell in line.cells.items()}
+        cells = {
+            column: [round(value, 3) for value in cell.values] or Moments(cell.mean, cell.sd, cell.count)
+            for column, cell in line.cells.items()
+        }
         key = msgspec.structs.asdict(line.key)
         rows.append(msgspec.json.encode(_Row(**key, seeds=line.seeds, cells=cells)).decode())
     text = msgspec.json.format(msgspec.json.encode(head), indent=2).decode().rstrip("}\n")
     return (text + ',\n  "rows": [\n    ' + ",\n    ".join(rows) + "\n  ]\n}\n").encode()
 
 
-def _numbers_of(cell: Cell) -> list[float] | Moments:
-    return [round(value, 3) for value in cell.values] or Moments(cell.mean, cell.sd, cell.count)
-
-
 def read_summary(path: Path, table: str | None = None) -> Comparison:
     """Read ``summary.json``.
 
-    Args:
-        path: The file.
-        table: The table that it must be of, if that matters.
-
-    Returns:
-        The table.
-
     Raises:
-        RunError: If the file is not the summary of a table, or of another table.
+        RunError: If the file is not the summary of a table, or not of ``table``.
     """
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_File)
@@ -222,18 +201,6 @@ def read_summary(path: Path, table: str | None = None) -> Comparison:
     return Comparison(**fields, lines=tuple(lines))
 
 
-def find_line(comparison: Comparison, row: str, column: str = "acc_g") -> Line:
-    """The line of the global model of a row, which must have this column.
-
-    Raises:
-        RunError: If there is none.
-    """
-    labels = {line.key.row: line for line in comparison.global_lines if column in line.cells}
-    if row not in labels:
-        raise RunError(f"there is no row {row!r} with {column}; there are {', '.join(labels)}", "--compare", row)
-    return labels[row]
-
-
 def difference_of_rows(comparison: Comparison, rows: Sequence[str], column: str = "acc_g") -> Cell:
     """The difference of two rows seed by seed, or one row as it is.
 
@@ -244,15 +211,15 @@ def difference_of_rows(comparison: Comparison, rows: Sequence[str], column: str 
         rows: One or two labels of rows of the global model.
         column: A column of the table.
 
-    Returns:
-        The difference over the seeds that both rows have.
-
     Raises:
         RunError: If there is no such row or column, or the rows share no seed.
     """
     by_seed = []
+    labels = {line.key.row: line for line in comparison.global_lines if column in line.cells}
     for row in rows:
-        line = find_line(comparison, row, column)
+        if row not in labels:
+            raise RunError(f"there is no row {row!r} with {column}; there are {', '.join(labels)}", "--compare", row)
+        line = labels[row]
         values = line.cells[column].values
         by_seed.append(dict(zip(line.seeds if values else (), values, strict=True)))
     first, second = by_seed[0], by_seed[1] if len(rows) > 1 else dict.fromkeys(by_seed[0], 0.0)

@@ -209,9 +209,6 @@ def choose_data(sources: dict[str, DataSource], name: str) -> DataConfig:
         sources: The data that the table can be run on.
         name: One of them, or ``auto``: the first that the data directory has.
 
-    Returns:
-        The data's configuration.
-
     Raises:
         InvalidValueError: If there is no such data.
         DataError: If the data directory does not have it.

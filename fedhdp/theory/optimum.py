@@ -95,11 +95,7 @@ def with_noise(problem: Problem, noise_G: ArrayLike) -> Problem:
 
 
 def make_mechanism(
-    problem: Problem,
-    weights: ArrayLike,
-    pulls: ArrayLike,
-    clip: float,
-    noise: Noise = "per_group",
+    problem: Problem, weights: ArrayLike, pulls: ArrayLike, clip: float, noise: Noise = "per_group"
 ) -> Mechanism:
     """The mechanism with the theory's noise: standard deviation N_j gamma_j on the sum of group j's updates.
 

@@ -39,7 +39,7 @@ class LevelShare(msgspec.Struct, frozen=True):
     share: float
 
     def __post_init__(self) -> None:
-        require(self.name != "", "level", self.name, "given a name")
+        require(self.name != "", "level", self.name, "a name")
         require(self.epsilon > 0, f"epsilon of {self.name!r}", self.epsilon, "above 0")
         require(0 < self.share <= 1, f"share of {self.name!r}", self.share, "above 0 and at most 1")
 
@@ -108,12 +108,9 @@ def plan(
         clients: The size of the population.
         cohort: The expected number of clients in a round.
         rounds: The number of rounds.
-        delta: The delta of every level's guarantee.
-        levels: The levels and their shares, which add to one.
+        delta: Of every level's guarantee.
+        levels: The levels, whose shares add to one.
         parameters: The number of the model's parameters.
-
-    Returns:
-        The plan.
 
     Raises:
         InvalidValueError: If an argument is out of range, or the shares do not add to one.
@@ -147,16 +144,9 @@ def plan(
 
 
 def estimate_error(mechanism: Mechanism, rounds: int, parameters: int, clients: int | None = None) -> ErrorEstimate:
-    """Estimate the error of the mean of all rounds.
+    """Estimate the error of the mean of all rounds for a model with so many parameters.
 
-    Args:
-        mechanism: The mechanism.
-        rounds: The number of rounds.
-        parameters: The number of the model's parameters.
-        clients: The size of the population, if more clients exist than the mechanism has; default its own.
-
-    Returns:
-        The error and its parts.
+    ``clients`` is the size of the population. None: all clients are in the mechanism.
     """
     cohort_G = np.array([mechanism.expected_cohort_size(group) for group in mechanism.groups])
     clients_G = np.array([group.clients for group in mechanism.groups])
@@ -228,15 +218,16 @@ def _planned_levels(
 def _level_cost(mechanism: Mechanism, group: PrivacyGroup, rounds: int, parameters: int) -> LevelCost:
     """The error without these clients, with and without optimal weights, and the error if they opted out."""
 
+    def error(changed: Mechanism) -> ErrorEstimate:
+        return estimate_error(changed, rounds, parameters, mechanism.clients)
+
     def optimal_error(changed: Mechanism) -> ErrorEstimate:
-        weighted = with_optimal_weights(changed, rounds, parameters)
-        return estimate_error(weighted, rounds, parameters, mechanism.clients)
+        return error(with_optimal_weights(changed, rounds, parameters))
 
     without = equal_weights_without = opted_out = None
     if others := tuple(other for other in mechanism.groups if other != group):
         remaining = replace(mechanism, groups=others)
-        without = optimal_error(remaining)
-        equal_weights_without = estimate_error(hdp_fedavg(remaining), rounds, parameters, mechanism.clients)
+        without, equal_weights_without = optimal_error(remaining), error(hdp_fedavg(remaining))
     if not group.opted_out:
         changed = tuple(replace(g, noise_multiplier=0.0) if g == group else g for g in mechanism.groups)
         opted_out = optimal_error(replace(mechanism, groups=changed))

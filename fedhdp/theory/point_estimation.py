@@ -28,9 +28,8 @@ class OptOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         require(1 <= self.clients < math.inf, "clients", self.clients, "finite and at least 1")
         require(0 <= self.rho <= 1, "rho", self.rho, "between 0 and 1")
-        require(0 <= self.gamma2 < math.inf, "gamma2", self.gamma2, "finite and at least 0")
-        require(0 <= self.alpha2 < math.inf, "alpha2", self.alpha2, "finite and at least 0")
-        require(0 <= self.tau2 < math.inf, "tau2", self.tau2, "finite and at least 0")
+        for name in ("gamma2", "alpha2", "tau2"):
+            require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "finite and at least 0")
         require(self.alpha2 + self.tau2 > 0, "alpha2", self.alpha2, "above 0 where tau2 is 0")
 
     @property
@@ -70,7 +69,7 @@ def server_variance(case: OptOut, ratio: float) -> float:
     require(0 <= ratio < math.inf, "ratio", ratio, "finite and at least 0")
     opted_out, private = case.rho * case.clients, case.private
     total = opted_out + ratio * private
-    require(total > 0, "ratio", ratio, "above 0 where nobody opted out")
+    require(total > 0, "ratio", ratio, "above 0 where no client opted out")
     return (opted_out * case.sigma_c2 + ratio**2 * private * (case.sigma_c2 + private * case.gamma2)) / total**2
 
 

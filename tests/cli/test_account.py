@@ -50,7 +50,7 @@ def test_rounds_as_json(run_json):
 
 
 def test_rounds_as_text(run_cli):
-    text = words(run_cli(*EPSILON).out)
+    text = words(run_cli(*EPSILON).stdout)
     for part in ("3.609", "0.0001", "500 rounds", "1.5 times the L2 sensitivity", "q 0.05", "RDP"):
         assert part in text
 
@@ -61,7 +61,7 @@ def test_fixed_cohorts(run_cli, run_json):
     assert report["noise_in_clips"] == 3
     assert report["epsilon_if_noise_in_clips"] == pytest.approx(22.4, abs=5e-2)
     assert report["adjacency"] == "replace one client"
-    text = words(run_cli(*EPSILON, "--sampling", "fixed").out)
+    text = words(run_cli(*EPSILON, "--sampling", "fixed").stdout)
     for part in ("8.03", "this noise is 3 clips", "1.5 clips", "22.41"):
         assert part in text
 
@@ -80,7 +80,7 @@ def test_opting_out(run_cli, run_json, option):
     arguments = ("account", *option, "--sampling-rate", 0.05, *ROUNDS)
     report = run_json(*arguments)
     assert (report["epsilon"], report["unprotected"], report["noise_multiplier"]) == ("inf", True, 0)
-    assert "opting out" in run_cli(*arguments).out
+    assert "opting out" in run_cli(*arguments).stdout
 
 
 def test_tuning(run_json):
@@ -102,7 +102,7 @@ def test_an_experiment(run_cli, run_json):
     assert private["epsilon"] == pytest.approx(gaussian_epsilon(1.5, 0.05, 500, 1e-4))
     assert private["epsilon_pld"] == pytest.approx(gaussian_epsilon(1.5, 0.05, 500, 1e-4, "pld"))
     assert private["epsilon_tuned"] > private["epsilon"]
-    text = run_cli("account", "quickstart").out
+    text = run_cli("account", "quickstart").stdout
     assert re.search(r"private +1,900 +0\.05 +1\.5 +0\.0001 +3\.609 +3\.238", text)
 
 
@@ -127,7 +127,7 @@ def test_an_experiment_that_drops_groups(run_cli, run_json, tmp_path):
     path.write_text(f'ledger = "l"\non_budget_exhausted = "drop_group"\n{TINY.read_text()}{budget}')
     for file, drops_groups in ((path, True), (TINY, False)):
         assert run_json("account", file)["drops_groups"] == drops_groups
-        assert ("budget is exhausted is dropped" in words(run_cli("account", file).out)) == drops_groups
+        assert ("budget is exhausted is dropped" in words(run_cli("account", file).stdout)) == drops_groups
 
 
 def test_a_flower_app(run_cli, run_json):
@@ -139,7 +139,7 @@ def test_a_flower_app(run_cli, run_json):
     assert (opted_out["opted_out"], opted_out["epsilon"]) == (True, "inf")
     longer = run_json("account", APP / "pyproject.toml", "--rounds", 50)
     assert longer["levels"][0]["noise_multiplier"] > 2 * strict["noise_multiplier"]
-    assert "strict (default)" in run_cli("account", APP).out
+    assert "strict (default)" in run_cli("account", APP).stdout
 
 
 def test_a_flower_app_by_noise_with_a_budget_and_a_seed(run_cli, run_json, tmp_path):
@@ -151,7 +151,14 @@ def test_a_flower_app_by_noise_with_a_budget_and_a_seed(run_cli, run_json, tmp_p
     assert strict["budget"] == 4.0
     (tmp_path / "pyproject.toml").write_text(text.replace("clip = 2.0", "clip = 2.0\nnoise-seed = 1"))
     assert run_json("account", tmp_path)["repeatable"]
-    assert "nothing is private" in run_cli("account", tmp_path).out
+    assert "nothing is private" in run_cli("account", tmp_path).stdout
+
+
+def test_an_experiment_with_a_noise_seed_protects_nothing(run_cli, run_json, tmp_path):
+    (tmp_path / "seeded.toml").write_text(re.sub(r"^noise_seed.*\n", "", TINY.read_text(), flags=re.MULTILINE))
+    for file, repeatable in ((TINY, True), (tmp_path / "seeded.toml", False)):
+        assert run_json("account", file)["repeatable"] == repeatable
+        assert ("nothing is private" in run_cli("account", file).stdout) == repeatable
 
 
 VALID = {"--noise-multiplier": 1.5, "--sampling-rate": 0.05, "--rounds": 500, "--delta": 1e-4}

@@ -46,7 +46,7 @@ def test_show(run_cli, run_json, file):
     assert strict["rounds_left"] == left > 0
     assert strict["charges"] == [{"noise_multiplier": 2.0, "sampling_rate": 0.1, "sampling": "poisson", "rounds": 7}]
     assert [run["run"] for run in document["runs"]] == ["first"]
-    text = run_cli("ledger", "show", file).out
+    text = run_cli("ledger", "show", file).stdout
     assert re.search(rf"strict +30 +1 +1e-05 +\S+ +\S+ +7 +{left}\b", text)
 
 
@@ -73,7 +73,7 @@ def test_a_promise_that_is_exceeded_already(run_cli, file):
     with Ledger(file) as ledger:
         ledger.begin("first", MECHANISM)
         ledger.charge("first", privacy_costs(MECHANISM, 7))
-    out = run_cli("ledger", "promise", file, "strict", "--epsilon", 0.01, "--delta", 1e-5).out
+    out = run_cli("ledger", "promise", file, "strict", "--epsilon", 0.01, "--delta", 1e-5).stdout
     assert "exceeded" in out
 
 
@@ -94,8 +94,8 @@ def test_mixed_sampling_has_a_note_and_no_epsilon(run_json, file):
 
 
 def test_names_are_printed_as_they_are(run_cli, file):
-    assert "[red]:smile:" in run_cli("ledger", "promise", file, "[red]:smile:", "--epsilon", 1, "--delta", 0.1).out
-    assert "[red]:smile:" in run_cli("ledger", "show", file).out
+    assert "[red]:smile:" in run_cli("ledger", "promise", file, "[red]:smile:", "--epsilon", 1, "--delta", 0.1).stdout
+    assert "[red]:smile:" in run_cli("ledger", "show", file).stdout
 
 
 def test_invalid_arguments(run_refused, tmp_path):

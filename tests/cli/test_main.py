@@ -39,7 +39,7 @@ def test_missing_file_is_one_line(tmp_path):
 
 @pytest.mark.process
 def test_help_imports_nothing_heavy():
-    heavy = ("jax", "scipy", "optax", "dp_accounting", "matplotlib", "flwr")
+    heavy = ("jax", "scipy", "optax", "dp_accounting", "matplotlib", "flwr", "numpy", "msgspec")
     code = "import sys; from fedhdp.cli import app; app(['--help'], standalone_mode=False); "
     code += f"print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from experiment_helpers import files_of
 from reproduction_runs import make_toy_parts, write_runs
+from rich.console import Console
 
-from fedhdp.cli import main
+from fedhdp.cli import _options
 from fedhdp.cli._progress import ProgressDisplay
 from fedhdp.experiments.config import from_toml
 from fedhdp.reproduction import extensions, figures, render, runner
@@ -38,16 +40,9 @@ def no_runs(monkeypatch):
 
 
 @pytest.fixture
-def reproduce(monkeypatch, capsys):
+def reproduce(run_cli):
     """Run `fedhdp reproduce` with these words: the exit code, standard output, standard error."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedhdp", "reproduce", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0), *capsys.readouterr()
-
-    return run
+    return functools.partial(run_cli, "reproduce")
 
 
 def assert_refused(result: tuple[int, str, str], *words: str) -> None:
@@ -55,11 +50,6 @@ def assert_refused(result: tuple[int, str, str], *words: str) -> None:
     code, _, err = result
     assert (code, err.count("\n")) == (2, 1)
     assert all(word in err for word in words), err
-
-
-def files_of(folder: Path) -> dict[Path, bytes]:
-    """The content of every file."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # Options
@@ -107,6 +97,14 @@ def test_modes_that_run_nothing_take_no_options_of_runs(reproduce, tmp_path, mod
     write_runs(tmp_path, "noniid-mnist", 1, "dp-fedavg")
     result = reproduce("noniid-mnist", mode, "--rows", "dp-fedavg", "--out", tmp_path)
     assert_refused(result, mode.partition("=")[0], "--rows")
+
+
+@pytest.mark.parametrize("words", [("noniid-mnist",), ("noniid-mnist", "--render"), ("--docs", "docs")])
+def test_matplotlib_is_required_before_anything_runs(reproduce, no_runs, tmp_path, monkeypatch, words):
+    monkeypatch.setattr(_options.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    assert_refused(reproduce(*words), "pip install 'fedhdp[figures]'")
+    assert not list(tmp_path.iterdir())
 
 
 # Running
@@ -269,11 +267,10 @@ def three_points_per_seed(row: TableRow, seed: int) -> float:
 def test_wide_table_is_split(reproduce, tmp_path, monkeypatch, table, columns):
     rows = "dp-fedavg,fedhdp:0.01" if table == "noniid-mnist" else None
     write_runs(tmp_path, table, 2, rows, three_points_per_seed)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("fedhdp.cli.reproduce.console", lambda width: Console(width=columns, highlight=False))
     code, out, _ = reproduce(table, "--render", "--out", tmp_path)
     assert code == 0
-    shown = re.sub(r"\x1b\[\d*m", "", out).partition("±: half")[0]
+    shown = out.partition("±: half")[0]
     assert max(map(len, shown.splitlines())) <= columns
     comparison = compare(tmp_path, table)
     words = " ".join(shown.split())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import json
+import importlib.util
 import math
 import re
-import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -17,41 +16,19 @@ from fedhdp.theory import linear_regression as lr
 from fedhdp.theory.linear_regression import Problem, TheoryGroup
 from fedhdp.theory.optimum import find_optimum
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # typer's, of click
-    from fedhdp.cli import main
-
 PAGE = (Path(__file__).parents[2] / "docs" / "theory.md").read_text()
 TWO = ["--group", "open:200:0", "--group", "private:800:0.01", "--alpha2", "1", "--tau2", "0.25"]
 
 
 @pytest.fixture
-def ask(monkeypatch, capsys):
+def ask(run_cli):
     """Run `fedhdp theory` with these arguments: the exit code, standard output, standard error."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedhdp", "theory", *arguments])
-        with pytest.raises(SystemExit) as exit:
-            main()
-        return int(exit.value.code or 0), *capsys.readouterr()
-
-    return run
+    return functools.partial(run_cli, "theory")
 
 
-def only_json(text: str) -> dict:
-    """Text that is one JSON document as the standard has it, without Infinity or NaN."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
-
-
-def test_json(ask):
-    code, out, err = ask("optimum", *TWO, "--json")
-    answer = only_json(out)
+def test_json(run_json):
+    answer = run_json("theory", "optimum", *TWO)
     problem = Problem((TheoryGroup("open", 200, 0.0), TheoryGroup("private", 800, 0.01)), 1.0, 0.25)
-    assert (code, err) == (0, "")
     assert list(answer) == ["server_variance", "groups", "baselines"]
     assert answer["server_variance"] == lr.optimal_server_variance(problem)
     assert [group["name"] for group in answer["groups"]] == ["open", "private"]
@@ -69,9 +46,9 @@ def test_table(ask):
         assert text in out
 
 
-def test_group_name_with_colons(ask):
-    code, out, _ = ask("optimum", "--group", "a:b:3:0.5", "--alpha2", "1", "--tau2", "1", "--json")
-    assert (code, only_json(out)["groups"][0]["name"]) == (0, "a:b")
+def test_group_name_with_colons(run_json):
+    answer = run_json("theory", "optimum", "--group", "a:b:3:0.5", "--alpha2", "1", "--tau2", "1")
+    assert answer["groups"][0]["name"] == "a:b"
 
 
 LIMITS = {
@@ -84,11 +61,9 @@ LIMITS = {
 
 
 @pytest.mark.parametrize(("groups", "tau2", "pulls", "variance"), LIMITS.values(), ids=LIMITS.keys())
-def test_limits_are_valid_json(ask, groups, tau2, pulls, variance):
+def test_limits_are_valid_json(ask, run_json, groups, tau2, pulls, variance):
     options = [text for group in groups for text in ("--group", group)]
-    code, out, err = ask("optimum", *options, "--alpha2", "1", "--tau2", tau2, "--json")
-    answer = only_json(out)
-    assert (code, err) == (0, "")
+    answer = run_json("theory", "optimum", *options, "--alpha2", "1", "--tau2", tau2)
     assert [float(group["pull_own_noise"]) for group in answer["groups"]] == pytest.approx(pulls)
     assert float(answer["server_variance"]) == pytest.approx(variance)
     assert ask("optimum", *options, "--alpha2", "1", "--tau2", tau2)[0] == 0
@@ -134,13 +109,18 @@ def test_figures(ask, tmp_path):
 
 def test_invalid_figures(ask, tmp_path):
     (tmp_path / "file").write_text("")
-    for out_dir, trials, field in (
-        ("new", "1", "trials"),
-        ("file", "20", str(tmp_path / "file")),
-    ):
+    for out_dir, trials, field in (("new", "1", "trials"), ("file", "20", str(tmp_path / "file"))):
         code, out, err = ask("figures", "--out", str(tmp_path / out_dir), "--trials", trials)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert field in err
+
+
+def test_figures_need_matplotlib(ask, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, out, err = ask("figures", "--out", str(tmp_path / "figures"))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "pip install 'fedhdp[figures]'" in err
+    assert not list(tmp_path.iterdir())
 
 
 # the page
@@ -163,11 +143,9 @@ def test_names_on_the_page_exist():
     ]
     modules = [importlib.import_module(name) for name in parts]
     by_name = {module.__name__.rpartition(".")[2]: module for module in modules}
-    latex = {name.replace("\\_", "_") for name in re.findall(r"\\texttt\{([^}=]+)\}", PAGE)}
     quoted = set(re.findall(r"(?<!`)`([A-Za-z_0-9.]+)(?:\(.*?\))?`(?!`)", PAGE)) - WORDS
-    assert len(latex) >= 8
-    assert len(quoted) >= 25
-    for name in latex | quoted:
+    assert len(quoted) >= 33
+    for name in quoted:
         path = name.removesuffix(".py").removeprefix("datasets.").split(".")
         targets = [by_name[path[0]]] if path[0] in by_name else modules
         attributes = path[1:] if path[0] in by_name else path

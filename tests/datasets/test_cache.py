@@ -117,7 +117,7 @@ def test_import_killed_between_its_renames_is_undone(femnist_folder, data):
     assert sorted(path.name for path in data.iterdir()) == [".lock", "femnist-330"]
 
 
-def test_other_folders_are_not_replaced(data):
+def test_foreign_folders_are_not_replaced(data):
     (data / "mnist").mkdir(parents=True)
     (data / "mnist" / "notes").write_text("notes")
     with raises_field("directory", DataError), write_dataset("mnist", {}):
@@ -146,7 +146,7 @@ def test_datasets_are_written_without_fcntl(monkeypatch, data):
     assert is_available("mnist")
 
 
-def test_catalog_has_a_checksum_for_each_download():
+def test_downloads_have_checksums():
     for dataset in DATASETS.values():
         assert dataset.files
         assert all(file.sha256 is not None and len(file.sha256) == 64 for file in dataset.files if file.urls)

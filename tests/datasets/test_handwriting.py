@@ -157,7 +157,7 @@ def test_test_sizes():
     assert np.array_equal(data.test.x_N[0], same.test.x_N[0])
 
 
-def test_sheet_has_a_row_for_each_writer_and_a_column_for_each_glyph():
+def test_sheet_has_writers_as_rows_and_glyphs_as_columns():
     image = handwriting_sheet(writers=3, glyphs="Hello", seed=1)
     assert image.shape == (3 * 28, 5 * 28)
     assert image.dtype == np.uint8

@@ -24,7 +24,7 @@ def test_ledger_is_not_a_dataset(tmp_path):
     assert error.value.value == path
 
 
-def test_other_files_in_a_folder_are_skipped(tmp_path, data):
+def test_unrelated_files_in_a_folder_are_skipped(tmp_path, data):
     folder = tmp_path / "downloads"
     folder.mkdir()
     write_femnist_npz(folder / "some.npz")
@@ -50,7 +50,7 @@ def test_error_names_what_was_imported_before(tmp_path, monkeypatch):
     assert load_femnist("330").num_clients == 2
 
 
-def test_two_files_of_one_dataset_are_refused(tmp_path):
+def test_two_files_of_a_dataset_are_refused(tmp_path):
     write_femnist_npz(tmp_path / "first.npz")
     write_femnist_npz(tmp_path / "second.npz", labels=np.zeros(5, np.uint8))
     with raises_field("file", DataError) as error:

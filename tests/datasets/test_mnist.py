@@ -27,9 +27,9 @@ def test_one_digit():
 
 @pytest.mark.usefixtures("small_mnist")
 def test_seed_shuffles_clients():
-    first, other, repeated = (load_mnist(clients=60, samples=10, test_samples=1, seed=seed) for seed in (0, 1, 0))
+    first, second, repeated = (load_mnist(clients=60, samples=10, test_samples=1, seed=seed) for seed in (0, 1, 0))
     assert len(set(first.test.y_N[:15].tolist())) > 4
-    assert not np.array_equal(first.test.y_N, other.test.y_N)
+    assert not np.array_equal(first.test.y_N, second.test.y_N)
     assert np.array_equal(first.train.x_N, repeated.train.x_N)
 
 

@@ -37,10 +37,10 @@ def _check_variances(estimate_KD: np.ndarray, true_KD: np.ndarray, true_D: np.nd
 
 
 @pytest.mark.parametrize("make", [make_linear_regression, make_point_estimation])
-def test_seed_determines_everything(make):
-    first, repeated, other = (make(**ARGUMENTS, seed=seed) for seed in (0, 0, 1))
+def test_seed_determines_the_data(make):
+    first, repeated, second = (make(**ARGUMENTS, seed=seed) for seed in (0, 0, 1))
     assert np.array_equal(first.train.y_N, repeated.train.y_N)
-    assert not np.array_equal(first.train.y_N, other.train.y_N)
+    assert not np.array_equal(first.train.y_N, second.train.y_N)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_arrays_of_another_model_are_refused():
         to_parameters(mlp(12, 6, 3), arrays)
 
 
-def test_examples_are_kept_in_the_directory(tmp_path, load_module):
+def test_examples_are_stored_in_the_directory(tmp_path, load_module):
     task = load_module("task")
     node_config = {"partition-id": 1, "directory": str(tmp_path / "client")}
     context = Context(1, 1, node_config, RecordDict(), {"app.samples": 6})
@@ -100,6 +100,16 @@ def test_examples_are_kept_in_the_directory(tmp_path, load_module):
     assert [file.name for file in (tmp_path / "client").iterdir()] == ["examples.npz"]
     assert set(first) == set(second) == {"train_x", "train_y", "test_x", "test_y"}
     assert all((first[name] == second[name]).all() for name in first)
+
+
+def test_simulation_without_ray_is_refused(load_module, monkeypatch, capsys):
+    demo = load_module("demo")
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--simulate", "2"])
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as error:
+        demo.main()
+    assert error.value.code == 2
+    assert "flwr[simulation]" in capsys.readouterr().err
 
 
 def test_torch_client_runs_in_the_example(tmp_path, load_module):

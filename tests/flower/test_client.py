@@ -37,14 +37,7 @@ from msgspec.structs import replace
 from fedhdp.errors import FedHDPError
 from fedhdp.flower import Trainer, client_app
 from fedhdp.flower.client_state import ClientStateDir, Promise, check_request
-from fedhdp.flower.protocol import (
-    DeclinedRound,
-    LevelOffer,
-    RoundRequest,
-    offer_message,
-    request_message,
-    to_record,
-)
+from fedhdp.flower.protocol import DeclinedRound, LevelOffer, RoundRequest, offer_message, request_message, to_record
 from fedhdp.privacy.calibration import PrivacyLevel
 
 REQUEST = RoundRequest("token", "run", 0, 1, "strict", 1.0, 0.5, 0.05)
@@ -81,7 +74,7 @@ def test_owner_can_forbid_scores(tmp_path, setting):
 
 
 @pytest.mark.parametrize(("config", "has_scores"), [({}, False), ({"scores": True}, True)])
-def test_client_with_a_budget_sends_scores_only_if_told(tmp_path, config, has_scores):
+def test_client_with_a_budget_sends_scores_only_if_configured(tmp_path, config, has_scores):
     node = strict_node(tmp_path, epsilon=1000.0, **config)
     deployment = make_deployment(tmp_path, levels=TWO_LEVELS, evaluate_every=1, **PRIVATE)
     (variant,) = run_plain(InProcessGrid([node]), deployment).variants
@@ -121,11 +114,11 @@ def test_personal_model_survives_a_restart_and_a_new_run(tmp_path):
     np.testing.assert_allclose(state.load_personal(PLAIN_MODEL)["w"], np.full((2, 3), 0.75))
 
 
-def test_personal_models_of_other_shapes_are_kept(tmp_path):
-    state, other = ClientStateDir(tmp_path / "client"), {"other": np.ones(2, np.float32)}
-    state.save_personal(other)
+def test_personal_models_by_shape(tmp_path):
+    state, small_model = ClientStateDir(tmp_path / "client"), {"small": np.ones(2, np.float32)}
+    state.save_personal(small_model)
     run_plain(InProcessGrid([strict_node(tmp_path)]), make_deployment(tmp_path, levels=TWO_LEVELS, rounds=1))
-    assert is_equal(state.load_personal(other), other)
+    assert is_equal(state.load_personal(small_model), small_model)
     assert set(state.load_personal(PLAIN_MODEL)) == set(PLAIN_MODEL)
     assert state.load_personal({"w": np.zeros(7)}) is None
 
@@ -142,7 +135,7 @@ def test_personal_model_of_another_shape_is_an_error(tmp_path):
     assert list((tmp_path / "client").glob("personal-*")) == []
 
 
-def test_personal_model_that_is_not_finite_is_not_kept(tmp_path):
+def test_infinite_personal_model_is_not_stored(tmp_path):
     def fit(parameters, personal, pull, round):
         return parameters, {name: array / round for name, array in personal.items()}
 
@@ -261,7 +254,7 @@ def test_level_that_had_noise_is_not_trained_without(tmp_path):
 # State
 
 
-def test_promises_of_concurrent_runs_are_both_kept(tmp_path):
+def test_concurrent_runs_store_both_promises(tmp_path):
     state, is_started, order = ClientStateDir(tmp_path / "client"), threading.Event(), []
 
     def save_second() -> None:
@@ -287,7 +280,7 @@ def test_directory_is_readable_by_its_owner_alone(tmp_path):
     assert ClientStateDir(tmp_path / "client").path.stat().st_mode & 0o777 == 0o700
 
 
-def test_client_id_is_made_under_the_lock(tmp_path, monkeypatch):
+def test_client_id_is_written_under_the_lock(tmp_path, monkeypatch):
     fcntl = pytest.importorskip("fcntl")
 
     def token_hex(size: int) -> str:
@@ -300,7 +293,7 @@ def test_client_id_is_made_under_the_lock(tmp_path, monkeypatch):
     assert reply.content["enrollment"]["client_id"] == "ab" * 16
 
 
-def test_log_does_not_show_a_whole_client_id(tmp_path, caplog):
+def test_log_abbreviates_client_ids(tmp_path, caplog):
     node = strict_node(tmp_path)
     grid = InProcessGrid([node])
     grid.tamper = lambda message, reply, _: [reply, reply] if is_train(message) else [reply]

@@ -123,7 +123,7 @@ def test_delta_without_epsilon_is_an_error(tmp_path):
     assert "delta 1e-05 without epsilon" in reply.error.reason
 
 
-def test_budget_without_a_directory_declines_everything(tmp_path):
+def test_budget_without_a_directory_declines(tmp_path):
     node = plain_node(1, privacy="strict", epsilon=100.0)
     grid = with_open_node(node)
     run_plain(grid, make_deployment(tmp_path, levels=TWO_LEVELS))
@@ -160,7 +160,7 @@ def test_every_round_is_charged_sampled_or_not(tmp_path, rate):
     assert charged(tmp_path / "client") == 16
 
 
-def test_repeated_requests_are_charged_each(tmp_path):
+def test_every_repeated_request_is_charged(tmp_path):
     node = strict_node(tmp_path)
     run_plain(InProcessGrid([node]), make_deployment(tmp_path, levels=TWO_LEVELS, rounds=2))
     message = node.received_of("train")[0]  # the server claims that one round is charged
@@ -175,7 +175,7 @@ def test_late_client_does_not_charge_earlier_rounds(tmp_path):
     assert charged(tmp_path / "client") == 2
 
 
-def test_client_charges_its_promise_not_the_noise_for_other_levels(tmp_path):
+def test_client_charges_its_promise(tmp_path):
     levels = {
         "strict": PrivacyLevel(sampling_rate=1.0, noise_multiplier=4.0),
         "relaxed": PrivacyLevel(sampling_rate=0.5, noise_multiplier=0.7),

@@ -141,7 +141,7 @@ def test_node_is_one_client(tmp_path):
     assert len(changing.received_of("train")) == 1
 
 
-def test_client_that_wants_a_stricter_level_is_sent_nothing_further(tmp_path):
+def test_client_with_a_stricter_request_is_sent_nothing(tmp_path):
     node = plain_node(1, privacy="open", directory=str(tmp_path / "client"))
     grid, has_update = InProcessGrid([node, plain_node(2, privacy="strict")]), []
 

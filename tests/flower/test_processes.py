@@ -228,8 +228,11 @@ def test_node_without_a_registered_key_gets_nothing(tmp_path, app):
         fleet.flwr("supernode", "register", str(directory / "registered.pub"), "local")
         key = ("--auth-supernode-private-key", str(directory / "registered"))
         site.node("registered", *tls, *key, privacy="open")
-        other_key = ("--auth-supernode-private-key", str(directory / "unregistered"))
-        excluded = [site.node("unregistered", *tls, *other_key, wait=False), site.node("keyless", *tls, wait=False)]
+        unregistered_key = ("--auth-supernode-private-key", str(directory / "unregistered"))
+        excluded = [
+            site.node("unregistered", *tls, *unregistered_key, wait=False),
+            site.node("keyless", *tls, wait=False),
+        ]
         run = site.submit(rounds=2)
         (variant,) = site.summary(run).variants
         assert fleet.processes["registered"].poll() is None

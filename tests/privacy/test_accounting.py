@@ -22,6 +22,7 @@ from fedhdp.privacy.accounting import (
     event,
     format_epsilon,
     gaussian_epsilon,
+    privacy_cost,
     privacy_costs,
     reports_by_accountant,
     rounds_left,
@@ -204,6 +205,35 @@ def test_a_report_prints_everything_it_rests_on():
 def test_invalid_values(arguments, field):
     with raises_field(field):
         gaussian_epsilon(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"noise_multiplier": math.nan}, "noise_multiplier"),
+        ({"sampling_rate": math.nan}, "sampling_rate"),
+        ({"sampling_rate": 0.0, "rounds": math.nan}, "rounds"),
+        ({"rounds": -400}, "rounds"),
+        ({"sampling": "shuffled"}, "sampling"),
+    ],
+)
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_an_invalid_cost_never_lowers_epsilon(fields, field, accountant):
+    cost = PrivacyCost(1.5, 0.05, "poisson", 500)
+    with raises_field(field):
+        compose([cost, cost._replace(**fields)], 1e-5, accountant)
+
+
+def test_a_group_of_another_mechanism_is_not_free():
+    mechanism = one_group(1.0)
+    with raises_field("group"):
+        privacy_cost(mechanism, msgspec.structs.replace(mechanism.groups[0], pull=1.0))
+
+
+@pytest.mark.parametrize("answer", [math.nan, -math.inf])
+def test_pld_without_a_usable_result_falls_back_to_rdp(answer, monkeypatch):
+    monkeypatch.setattr("dp_accounting.pld.PLDAccountant.get_epsilon", lambda *_: answer)
+    assert gaussian_epsilon(1.7, 0.031, 77, 1e-5, "pld") == gaussian_epsilon(1.7, 0.031, 77, 1e-5, "rdp")
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])

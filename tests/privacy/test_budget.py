@@ -12,16 +12,10 @@ from msgspec.structs import replace
 from fedhdp.errors import LedgerError
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import compose, privacy_costs, rounds_left, without_noise
-from fedhdp.privacy.budget import (
-    Budget,
-    BudgetExhausted,
-    DeploymentBilling,
-    RunBilling,
-    drop_groups,
-)
+from fedhdp.privacy.budget import Budget, BudgetExhausted, DeploymentBilling, RunBilling, drop_groups
 from fedhdp.privacy.ledger import Ledger
 
-SMALL = Budget(1.0, 1e-5)
+SMALL = Budget(3.0, 1e-5)
 ROUNDS = rounds_left((), ROUND["lax"], SMALL)  # how many rounds of MECHANISM the group "lax" may run
 
 
@@ -55,6 +49,14 @@ def test_a_round_is_charged_and_returned(ledger):
     assert billing.costs("lax", 1) == (ROUND["lax"],)
 
 
+def test_two_trainings_are_not_charged_as_one(ledger):
+    billing = run_billing(ledger)
+    weighted = replace(MECHANISM, groups=tuple(replace(group, weight=1.0) for group in MECHANISM.groups))
+    with raises_field("mechanisms"):
+        billing.charge_next([MECHANISM, weighted])
+    assert rounds_of(ledger, "lax") == 0
+
+
 def test_without_a_ledger_nothing_is_charged():
     billing = run_billing(None, replayed_rounds=2)
     assert billing.charge_next([MECHANISM]) == [MECHANISM]
@@ -75,7 +77,7 @@ def test_stop_before_the_round_that_exceeds_a_budget(ledger):
     with pytest.raises(BudgetExhausted):
         billing.charge_next([MECHANISM])
     assert [rounds_of(ledger, name) for name in ledger.groups()] == [ROUNDS] * 3
-    assert billing.epsilon(ROUNDS)["lax"] <= 1.0
+    assert billing.epsilon(ROUNDS)["lax"] <= SMALL.epsilon
 
 
 def test_an_exhausted_group_is_dropped_from_every_mechanism(ledger):
@@ -88,7 +90,34 @@ def test_an_exhausted_group_is_dropped_from_every_mechanism(ledger):
     sampled = [cost for cost in ledger.costs("lax") if cost.sampling_rate > 0]
     assert sum(cost.rounds for cost in sampled) == ROUNDS
     assert rounds_of(ledger, "strict") == ROUNDS + 2
-    assert billing.epsilon(ROUNDS + 2)["lax"] <= 1.0
+    assert billing.epsilon(ROUNDS + 2)["lax"] <= SMALL.epsilon
+
+
+def test_rounds_left_without_the_noise_of_a_dropped_group(ledger):
+    lax, strict, opted_out = MECHANISM.groups
+    covered = replace(MECHANISM, groups=(replace(lax, weight=0.05), strict, opted_out))  # by the noise of strict
+    billing = RunBilling(covered, ledger, "run", repeatable=False, on_exhausted="drop_group", delta_of=delta_of)
+    ledger.lower_budget("lax", SMALL)
+    ledger.lower_budget("strict", Budget(0.0, 1e-5))
+    assert billing.charge_next([covered]) == [drop_groups(covered, ["strict"])]
+    assert privacy_costs(covered)["lax"].noise_multiplier > 3
+    assert billing.rounds_left() == {"lax": ROUNDS - 1, "strict": 0}
+
+
+def test_a_repeatable_run_has_no_rounds_left(ledger):
+    billing = run_billing(ledger, repeatable=True)
+    ledger.lower_budget("lax", SMALL)
+    assert billing.rounds_left() == {"lax": 0}
+
+
+def test_a_repeatable_run_is_accounted_with_the_noise_that_is_left(ledger):
+    billing = run_billing(ledger, repeatable=True, on_exhausted="drop_group")
+    ledger.lower_budget("lax", SMALL)
+    [dropped] = billing.charge_next([MECHANISM])
+    strict = privacy_costs(dropped, 3)["strict"]
+    assert billing.costs("strict", 3) == (strict,)
+    assert strict.noise_multiplier < ROUND["strict"].noise_multiplier
+    assert billing.costs("lax", 3) == (privacy_costs(MECHANISM, 3)["lax"],)
 
 
 def test_the_last_group_ends_the_run(ledger):
@@ -194,6 +223,16 @@ def test_a_resumed_deployment_continues_its_segment(ledger):
     billing.segments[0].rounds = 9
     with raises_field("completed", LedgerError):
         deployment_billing(ledger, billing.segments).admit(members)
+
+
+def test_refused_members_change_nothing(ledger):
+    billing = deployment_billing(ledger)
+    billing.admit(register(ledger, anna="open", ben="mid"))
+    for _ in range(2):  # also the second time, although the members are the same
+        with raises_field("members", LedgerError):
+            billing.admit({"anna": "open", "ben": "strict"})
+    assert billing.charge_next() == build({"open": 1, "mid": 1, "strict": 0})
+    assert [segment.name for segment in billing.segments] == ["run/1"]
 
 
 def test_a_repeatable_deployment(ledger):

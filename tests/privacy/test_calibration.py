@@ -13,7 +13,14 @@ from privacy_helpers import mechanisms, one_group
 
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import epsilon, gaussian_epsilon
-from fedhdp.privacy.calibration import GroupConfig, MechanismConfig, PrivacyLevel, calibrate, noise_multiplier_for
+from fedhdp.privacy.calibration import (
+    GroupConfig,
+    MechanismConfig,
+    PrivacyLevel,
+    calibrate,
+    min_noise_multiplier,
+    noise_multiplier_for,
+)
 
 targets = st.one_of(st.just(math.inf), st.floats(0.3, 10))
 
@@ -56,6 +63,11 @@ def test_noise_for_epsilon_inverts_epsilon_for_noise(accountant):
     noise = noise_multiplier_for(3.6, 0.05, 500, 1e-4, accountant)
     assert 3.6 * 0.99 <= gaussian_epsilon(noise, 0.05, 500, 1e-4, accountant) <= 3.6
     assert noise_multiplier_for(math.inf, 0.05, 500, 1e-4) == 0
+
+
+def test_an_unknown_epsilon_is_never_enough_noise():
+    with raises_field("epsilon"):
+        min_noise_multiplier(lambda noise_multiplier: math.nan, 1.0)
 
 
 def test_a_search_without_result_ends():

@@ -65,6 +65,13 @@ def test_the_mechanism_has_as_many_clients_as_members(ledger):
         ledger.begin("run", mechanism_of(strict=2), members={"anna": "strict"})
 
 
+def test_a_member_without_a_group_in_the_mechanism_is_refused(ledger):
+    members = {"anna": ledger.register("anna", "strict"), "ben": ledger.register("ben", "open")}
+    with raises_field("members", LedgerError) as error:  # anna would take part and never be charged
+        ledger.begin("run", mechanism_of(open=1), members=members)
+    assert error.value.value == "anna"
+
+
 def test_a_level_never_loses_its_noise(ledger):
     ledger.register("anna", "strict")
     ledger.begin("one", mechanism_of(strict=1), members={"anna": "strict"})

@@ -9,7 +9,7 @@ from helpers import raises_field
 from privacy_helpers import one_group
 
 from fedhdp.mechanism import Mechanism, PrivacyGroup
-from fedhdp.privacy.accounting import compose, epsilon, epsilon_best_of, gaussian_cost, privacy_costs
+from fedhdp.privacy.accounting import PrivacyCost, compose, epsilon, epsilon_best_of, privacy_costs
 from fedhdp.privacy.tuning import tuning_reports
 
 
@@ -50,7 +50,7 @@ def test_a_candidate_without_noise_costs_infinity(rounds):
 
 @pytest.mark.parametrize("rounds", [1, 10**6])
 def test_the_best_of_some_runs_costs_at_least_one(rounds):
-    run = gaussian_cost(1e8, 0.5, rounds, "poisson")
+    run = PrivacyCost(1e8, 0.5, "poisson", rounds)
     assert epsilon_best_of(run, 1, math.inf, 1e-12) >= compose([run], 1e-12) > 0
 
 

@@ -9,7 +9,7 @@ from helpers import raises_field
 
 from fedhdp.errors import RunError
 from fedhdp.reproduction import page, render
-from fedhdp.reproduction.causes import BASE_TABLES, CauseRow, Causes, causes_table, read_causes, write_causes
+from fedhdp.reproduction.causes import BASE_TABLES, CauseRow, Causes, causes_table, write_causes
 from fedhdp.reproduction.comparison import load
 from fedhdp.reproduction.summary import SUMMARY, difference_of_rows, read_summary
 
@@ -82,7 +82,7 @@ def test_causes_are_written_and_read(tmp_path):
     row = CauseRow("base", "late", (93.1, 85.7, 91.7, 90.2), (0.1, None, 0.2, 0.3))
     causes = Causes("causes", "the command", 500, 3, "0.1.0", (row,))
     write_causes(tmp_path, causes)
-    assert read_causes(tmp_path / SUMMARY) == causes
+    assert page.read_table(tmp_path / SUMMARY) == causes
     text = causes_table(causes)
     assert text.rows[0] == ["base", "93.10 ±0.10", "85.70", "91.70 ±0.20", "90.20 ±0.30"]
     assert text.rows[1] == ["the paper", "93.80", "88.33", "92.33", "90.86"]

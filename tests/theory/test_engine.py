@@ -20,11 +20,7 @@ from fedhdp.theory.optimum import make_mechanism, with_noise
 
 CLIP = 1000.0  # some thirty times the largest update
 DIMENSIONS, SAMPLES = 20, 24
-SIZES = {
-    1: ((24, 0.1),),
-    2: ((6, 0.0), (18, 0.2)),
-    3: ((5, 0.01), (7, 0.1), (12, 0.4)),
-}
+SIZES = {1: ((24, 0.1),), 2: ((6, 0.0), (18, 0.2)), 3: ((5, 0.01), (7, 0.1), (12, 0.4))}
 
 
 def error_per_coordinate(output_ND, target_ND):

@@ -23,7 +23,7 @@ class ImportReport(NamedTuple):
 
 
 def import_files(paths: list[Path], progress: ProgressCallback, directory: Path | None = None) -> ImportReport:
-    """Import every dataset that is found among files and folders.
+    """Import every dataset among files and folders.
 
     Args:
         paths: Files, which must be of a dataset, and folders, in which other files are skipped.
@@ -34,7 +34,7 @@ def import_files(paths: list[Path], progress: ProgressCallback, directory: Path 
         The names of the datasets, and the skipped files that look like data.
 
     Raises:
-        DataError: If nothing was found, or a dataset is damaged or incomplete. Datasets before it stay imported.
+        DataError: If there is no dataset, or one is damaged or incomplete. Datasets before it stay imported.
     """
     directory = directory or data_directory()
     files_of: dict[str, list[Path]] = {}

@@ -11,6 +11,7 @@ import numpy as np
 
 from fedhdp.datasets.cache import write_dataset
 from fedhdp.datasets.catalog import DATASETS
+from fedhdp.datasets.importers import refuse_damaged
 from fedhdp.errors import DataError
 
 IDX_BYTES, GZIP = b"\0\0\x08", b"\x1f\x8b"  # how idx files of unsigned bytes, and gzip files, begin
@@ -29,7 +30,7 @@ def read_idx(path: Path) -> np.ndarray:
 
 def mnist_file_name(path: Path) -> str | None:
     """MNIST's name of a file, by its content; None if it is no idx file of bytes. Other idx files are refused."""
-    if not _begins_as_idx(path):
+    if _read(path, len(IDX_BYTES)) != IDX_BYTES:
         return None
     raw = _read(path)
     sha256 = hashlib.sha256(raw).hexdigest()
@@ -54,27 +55,14 @@ def import_mnist(files: dict[str, Path], sha256_of: dict[str, str], directory: P
         writer.write(**arrays)
 
 
-def _begins_as_idx(path: Path) -> bool:
+def _read(path: Path, size: int = -1) -> bytes:
+    """A file's first bytes, by default all, decompressed if it is gzipped."""
     with open(path, "rb") as file:
-        start = file.read(len(IDX_BYTES))
-    if start.startswith(GZIP):
-        try:
-            with gzip.open(path) as unpacked:
-                start = unpacked.read(len(IDX_BYTES))
-        except (EOFError, OSError, zlib.error) as error:
-            raise DataError(f"{path} is damaged or truncated: {error}", "file", path) from error
-    return start == IDX_BYTES
-
-
-def _read(path: Path) -> bytes:
-    """A file's bytes, decompressed if it is gzipped."""
-    raw = path.read_bytes()
-    if not raw.startswith(GZIP):
-        return raw
-    try:
-        return gzip.decompress(raw)
-    except (EOFError, OSError, zlib.error) as error:
-        raise DataError(f"{path} is damaged or truncated: {error}", "file", path) from error
+        if file.read(len(GZIP)) != GZIP:
+            file.seek(0)
+            return file.read(size)
+    with refuse_damaged(path, EOFError, OSError, zlib.error), gzip.open(path) as unpacked:
+        return unpacked.read(size)
 
 
 def _parse_idx(raw: bytes, path: Path) -> np.ndarray:

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from fedhdp.datasets.cache import ArrayWriter, write_dataset
-from fedhdp.datasets.femnist import CLASSES, PIXELS, SIDE, to_ink_bytes
-from fedhdp.datasets.importers import ProgressCallback
+from fedhdp.datasets.femnist import CLASSES, PIXELS, create_part, to_ink_bytes
+from fedhdp.datasets.importers import ProgressCallback, locate_errors, refuse_damaged
 from fedhdp.datasets.splits import draw_test_mask, num_test_examples
 from fedhdp.errors import DataError
 
@@ -92,10 +92,8 @@ def _check_numbering(shards: dict[str, list[Path]]) -> None:
 
 
 def _read_shard(path: Path) -> _Shard:
-    try:
+    with refuse_damaged(path, msgspec.MsgspecError):
         return msgspec.json.decode(path.read_bytes(), type=_Shard)
-    except msgspec.MsgspecError as error:
-        raise DataError(f"{path} is damaged or not a LEAF shard: {error}", "file", path) from error
 
 
 def _count_examples(path: Path, counts: Counts) -> None:
@@ -111,49 +109,39 @@ def _count_examples(path: Path, counts: Counts) -> None:
         counts[user] = count
 
 
-def _decode_images(path: Path, user: str, raw: msgspec.Raw, count: int) -> tuple[np.ndarray, np.ndarray]:
+def _decode_images(raw: msgspec.Raw, count: int) -> tuple[np.ndarray, np.ndarray]:
     """A client's images and labels."""
     try:
         data = msgspec.json.decode(raw, type=_UserData)
-        if not (count or data.x or data.y):
-            return np.empty((0, SIDE, SIDE), np.uint8), np.empty(0, np.uint8)
-        x_N = np.array(data.x, np.float32)
-        if x_N.shape != (count, PIXELS) or len(data.y) != count:
-            shapes = f"images {x_N.shape} and {len(data.y)} labels"
-            raise DataError(f"num_samples is {count}, but there are {shapes}", "num_samples", count)
-        if not all(0 <= label < CLASSES for label in data.y):
-            raise DataError(f"labels must be from 0 to {CLASSES - 1}", "labels", data.y)
-        return to_ink_bytes(x_N), np.array(data.y, np.uint8)
-    except DataError as error:
-        raise DataError(f"{path}, client {user}: {error}", error.field, error.value) from error
+        x_N = np.array(data.x or np.empty((0, PIXELS)), np.float32)
     except (ValueError, msgspec.MsgspecError) as error:
-        raise DataError(f"{path}, client {user}: {error}", "user_data", user) from error
+        raise DataError(str(error), "user_data") from error
+    if x_N.shape != (count, PIXELS) or len(data.y) != count:
+        shapes = f"images {x_N.shape} and {len(data.y)} labels"
+        raise DataError(f"num_samples is {count}, but there are {shapes}", "num_samples", count)
+    if not all(0 <= label < CLASSES for label in data.y):
+        raise DataError(f"labels must be from 0 to {CLASSES - 1}", "labels", data.y)
+    return to_ink_bytes(x_N), np.array(data.y, np.uint8)
 
 
 def _write(paths: list[Path], counts: dict[str, Counts], writer: ArrayWriter, progress: ProgressCallback) -> None:
     """Write the train and test examples of every client that has any for training."""
-    sizes = counts
-    if "all" in counts:
-        test = {user: int(num_test_examples(count)) for user, count in counts["all"].items()}
-        sizes = {"train": {user: count - test[user] for user, count in counts["all"].items()}, "test": test}
+    sizes = _part_sizes(counts)
     users = sorted(user for user, count in sizes["train"].items() if count)
-    only_test = {user for user, count in sizes["test"].items() if count} - set(users)
-    if only_test:
+    if only_test := {user for user, count in sizes["test"].items() if count} - set(users):
         user = min(only_test)
         raise DataError(f"{paths[0].parent}: client {user} has test examples but no train examples", "users", user)
     arrays, start = {}, {}
     for part, size_of in sizes.items():
         count_K = np.array([size_of.get(user, 0) for user in users], np.int32)
-        writer.write(**{f"{part}_count": count_K})
-        x_N = writer.create(f"{part}_x", (int(count_K.sum()), SIDE, SIDE), np.uint8)
-        y_N = writer.create(f"{part}_y", (int(count_K.sum()),), np.uint8)
-        arrays[part] = (x_N, y_N)
+        arrays[part] = create_part(writer, part, count_K)
         start[part] = dict(zip(users, np.cumsum(count_K) - count_K, strict=True))
     writer.write(client_ids=np.array(users))
     index_of = {user: index for index, user in enumerate(users)}
     for done, path in enumerate(paths, start=1):
         for user, raw in _read_shard(path).user_data.items():
-            images = _decode_images(path, user, raw, counts[part_of(path)][user])
+            with locate_errors(f"{path}, client {user}"):
+                images = _decode_images(raw, counts[part_of(path)][user])
             if user not in index_of:
                 continue
             is_test_N = _test_mask(part_of(path), len(images[1]), index_of[user])
@@ -162,6 +150,14 @@ def _write(paths: list[Path], counts: dict[str, Counts], writer: ArrayWriter, pr
                 for array_N, values_N in zip(arrays[part], images, strict=True):
                     array_N[first : first + size] = values_N[mask_N]
         progress("reading LEAF's shards", done, len(paths))
+
+
+def _part_sizes(counts: dict[str, Counts]) -> dict[str, Counts]:
+    """The train and test examples of each client, once unsplit shards are split."""
+    if "all" not in counts:
+        return counts
+    test = {user: int(num_test_examples(count)) for user, count in counts["all"].items()}
+    return {"train": {user: count - test[user] for user, count in counts["all"].items()}, "test": test}
 
 
 def _test_mask(part: str, count: int, client: int) -> np.ndarray:

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from fedhdp.datasets.cache import write_dataset
-from fedhdp.datasets.femnist import CLASSES, SIDE
+from fedhdp.datasets.femnist import CLASSES, SIDE, create_part
+from fedhdp.datasets.importers import refuse_damaged
 from fedhdp.datasets.splits import group_by_client
 from fedhdp.errors import DataError
 
@@ -36,32 +37,28 @@ def describe_mismatch(path: Path) -> str:
 
 def import_npz(dataset: str, path: Path, sha256: str, directory: Path | None = None) -> None:
     """Store a dataset of `ARRAYS_OF` from its npz; arrays that do not fit each other are refused."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except Exception as error:  # zlib, zipfile and NumPy's reader of headers raise anything on damaged files
-        raise DataError(f"{path} is damaged: {type(error).__name__}: {error}", "file", path) from error
+    # zlib, zipfile and NumPy's reader of headers raise anything on damaged files.
+    with refuse_damaged(path, Exception), np.load(path, allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
     if dataset == "mnist-writers":
         _check_writers(path, arrays)
-        with write_dataset(dataset, {path.name: sha256}, directory) as writer:
-            writer.write(train=arrays["train"], test=arrays["test"])
-        return
-    _check_femnist(path, arrays)
+    else:
+        _check_femnist(path, arrays)
     with write_dataset(dataset, {path.name: sha256}, directory) as writer:
+        if dataset == "mnist-writers":
+            writer.write(**arrays)
+            return
         for part, mask_N in (("train", ~arrays["is_test"]), ("test", arrays["is_test"])):
             image_N, label_N, client_N = (arrays[name][mask_N] for name in ("images", "labels", "client"))
             grouped = group_by_client(image_N, label_N, client_N, len(arrays["client_ids"]))
-            stored = {"x": 255 - grouped.x_N, "y": grouped.y_N.astype(np.uint8), "count": grouped.count_K}
-            writer.write(**{f"{part}_{field}": array for field, array in stored.items()})
+            x_N, y_N = create_part(writer, part, grouped.count_K)
+            x_N[:], y_N[:] = 255 - grouped.x_N, grouped.y_N
         writer.write(client_ids=arrays["client_ids"])
 
 
 def _array_names(path: Path) -> set[str]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return {name.removesuffix(".npy") for name in archive.namelist()}
-    except Exception as error:  # a damaged archive raises anything
-        raise DataError(f"{path} is damaged or truncated: {error}", "file", path) from error
+    with refuse_damaged(path, Exception), zipfile.ZipFile(path) as archive:
+        return {name.removesuffix(".npy") for name in archive.namelist()}
 
 
 def _check_writers(path: Path, arrays: dict[str, np.ndarray]) -> None:

@@ -17,8 +17,8 @@ from urllib.parse import quote
 import numpy as np
 
 from fedhdp.datasets.cache import ArrayWriter, write_dataset
-from fedhdp.datasets.femnist import CLASSES, PIXELS, SIDE, to_ink_bytes
-from fedhdp.datasets.importers import ProgressCallback
+from fedhdp.datasets.femnist import CLASSES, PIXELS, create_part, to_ink_bytes
+from fedhdp.datasets.importers import ProgressCallback, locate_errors, refuse_damaged
 from fedhdp.errors import DataError
 
 SPLITS = {
@@ -44,25 +44,17 @@ def import_tff(path: Path, sha256: str, progress: ProgressCallback, directory: P
             _unpack(path, unpacked, progress)
         database = unpacked if compressed else path
         _check_length(database, path)
-        connection = _connect(database)
-        try:
+        with refuse_damaged(path, sqlite3.Error), closing(_connect(database)) as connection:
             _write(connection, path, writer, progress)
-        except sqlite3.Error as error:
-            raise DataError(f"{path} is damaged or not TFF's EMNIST: {error}", "file", path) from error
-        finally:
-            connection.close()
-            unpacked.unlink(missing_ok=True)
+        unpacked.unlink(missing_ok=True)
 
 
 def has_tff_tables(path: Path) -> bool:
     """Whether a SQLite database has TFF's tables; raises `DataError` if it is damaged."""
     _check_length(path, path)
-    try:
-        with closing(_connect(path)) as connection:
-            tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-            return {"examples", "client_metadata"} <= {name for (name,) in tables}
-    except sqlite3.Error as error:
-        raise DataError(f"{path} is damaged: {error}", "file", path) from error
+    with refuse_damaged(path, sqlite3.Error), closing(_connect(path)) as connection:
+        tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        return {"examples", "client_metadata"} <= {name for (name,) in tables}
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -71,13 +63,11 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 def _unpack(path: Path, unpacked: Path, progress: ProgressCallback) -> None:
     total = path.stat().st_size
-    try:
-        with open(path, "rb") as raw, lzma.open(raw) as content, open(unpacked, "wb") as out:
-            while chunk := content.read(1 << 22):
-                out.write(chunk)
-                progress(f"unpacking {path.name}", raw.tell(), total)
-    except (lzma.LZMAError, EOFError) as error:
-        raise DataError(f"{path} is damaged or truncated: {error}", "file", path) from error
+    damage = refuse_damaged(path, lzma.LZMAError, EOFError)
+    with damage, open(path, "rb") as raw, lzma.open(raw) as content, open(unpacked, "wb") as out:
+        while chunk := content.read(1 << 22):
+            out.write(chunk)
+            progress(f"unpacking {path.name}", raw.tell(), total)
 
 
 def _check_length(database: Path, path: Path) -> None:
@@ -97,11 +87,9 @@ class _SplitWriter:
     """Collects the examples of one split and writes them in batches, each client's to its place."""
 
     def __init__(self, writer: ArrayWriter, name: str, counts: dict[str, int]):
-        total = sum(counts.values())
-        self.x_N = writer.create(f"{name}_x", (total, SIDE, SIDE), np.uint8)
-        self.y_N = writer.create(f"{name}_y", (total,), np.uint8)
-        writer.write(**{f"{name}_count": np.array(list(counts.values()), np.int32)})
-        self.end_row = dict(zip(counts, np.cumsum(list(counts.values())).tolist(), strict=True))
+        count_K = np.array(list(counts.values()))
+        self.x_N, self.y_N = create_part(writer, name, count_K)
+        self.end_row = dict(zip(counts, np.cumsum(count_K).tolist(), strict=True))
         self.next_row = {client: self.end_row[client] - count for client, count in counts.items()}
         self.pixels, self.labels, self.rows = list[bytes](), list[int](), list[int]()
 
@@ -145,17 +133,13 @@ def _write(connection: sqlite3.Connection, path: Path, writer: ArrayWriter, prog
     for done, (split, client, message) in enumerate(rows, start=1):
         if split not in splits:
             continue
-        try:
+        with locate_errors(f"{path}, example {done} ({split})"):
             splits[split].add(client, message)
-        except DataError as error:
-            raise DataError(f"{path}, example {done} ({split}): {error}", error.field, error.value) from error
         if done % 8192 == 0:
             progress(f"reading {path.name}", done, total)
     for split, split_writer in splits.items():
-        try:
+        with locate_errors(f"{path} ({split})"):
             split_writer.finish()
-        except DataError as error:
-            raise DataError(f"{path} ({split}): {error}", error.field, error.value) from error
     progress(f"reading {path.name}", total, total)
 
 

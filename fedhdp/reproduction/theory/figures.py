@@ -63,15 +63,7 @@ class Panel(NamedTuple):
 
 
 def theory_figures(out_dir: str | Path, trials: int = 4000) -> list[Path]:
-    """Draw every figure into a folder.
-
-    Args:
-        out_dir: The folder.
-        trials: The number of trials of each simulated point.
-
-    Returns:
-        The files.
-    """
+    """Draw every figure into a folder, with this number of trials for each simulated point, and return the files."""
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     regression_case = (10, Problem((TheoryGroup("opted out", 4, 0.0), TheoryGroup("private", 16, 1.0)), 1.0, 0.25))
@@ -117,10 +109,12 @@ def server_by_share(trials: int) -> Panel:
         return OptOut(500, rho, 0.02, 0.8, 0.2)
 
     def curve(label: str, closed_form: Callable, noised: Callable, weigh: Callable) -> Curve:
-        problems = [noised(case(rho).problem) for rho in SIMULATED_SHARES]
-        points = [_server_point(problem, weigh(problem), trials, seed) for seed, problem in enumerate(problems, 20)]
-        line = [(rho, closed_form(case(rho))) for rho in SHARES]
-        return Curve(label, line, [(rho, *point) for rho, point in zip(SIMULATED_SHARES, points, strict=True)])
+        points = []
+        for seed, rho in enumerate(SIMULATED_SHARES, 20):
+            problem = noised(case(rho).problem)
+            errors = monte_carlo.server_errors(monte_carlo.simulate(problem, trials, 1, seed), weigh(problem))
+            points.append((rho, *monte_carlo.estimate(errors)))
+        return Curve(label, [(rho, closed_form(case(rho))) for rho in SHARES], points)
 
     curves = [
         curve("DP-FedAvg", _dp_fedavg_variance, _strictest_noise, _equal_weights),
@@ -138,11 +132,6 @@ def _dp_fedavg_variance(case: OptOut) -> float:
 
 def _strictest_noise(problem: Problem) -> Problem:
     return with_noise(problem, np.full(len(problem.groups), problem.noise_G.max()))
-
-
-def _server_point(problem: Problem, weight_G: np.ndarray, trials: int, seed: int) -> monte_carlo.Estimated:
-    drawn = monte_carlo.simulate(problem, trials, 1, seed)
-    return monte_carlo.estimate(monte_carlo.server_errors(drawn, weight_G))
 
 
 def opting_out(dimensions: int, stays: Problem, trials: int) -> list[Panel]:

@@ -150,16 +150,13 @@ def compare(problem: GeneralProblem) -> GeneralLoss:
     weight_G = fedhdp_weights(problem)
     pull_G = fedhdp_pulls(problem, weight_G)
     best_N = optimal_client_errors(problem)
+    fedhdp_N = np.choose(problem.group_N, [fedhdp_client_errors(problem, weight_G, pull) for pull in pull_G])
     members = [problem.group_N == g for g in range(len(problem.groups))]
-    fedhdp = [
-        fedhdp_client_errors(problem, weight_G, pull)[member].mean()
-        for pull, member in zip(pull_G, members, strict=True)
-    ]
     return GeneralLoss(
         server_optimal=float(_per_coordinate(optimal_server_error(problem))),
         server_fedhdp=float(_per_coordinate(fedhdp_server_error(problem, weight_G))),
         client_optimal=tuple(float(best_N[member].mean()) for member in members),
-        client_fedhdp=tuple(float(error) for error in fedhdp),
+        client_fedhdp=tuple(float(fedhdp_N[member].mean()) for member in members),
         weights=tuple(weight_G.tolist()),
         pulls=tuple(pull_G.tolist()),
     )

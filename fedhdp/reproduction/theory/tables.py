@@ -40,7 +40,7 @@ def own_noise() -> TheoryTable:
         pulls = [float(find(problem)[0]) for find in (regression.optimal_pulls, regression.own_noise_pulls)]
         errors = [float(regression.client_mse(problem, [1.0], pull)[0]) for pull in pulls]
         rows.append((f"{clients:,}", *(f"{pull:.3f}" for pull in pulls), f"{errors[0] / errors[1] - 1:.2%}"))
-    header = ("clients", "pull, noise taken out", "pull, noise inside", "lost by the first if it is inside")
+    header = ("clients", "pull, noise subtracted", "pull, noise included", "excess error of the first, noise included")
     return TheoryTable("Own noise: one level, alpha2 = gamma2 = 1, tau2 = 0.25", header, rows)
 
 

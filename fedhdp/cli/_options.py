@@ -1,0 +1,32 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from typing import Annotated
+
+import typer
+
+from fedhdp.errors import ConfigError, FedHDPError
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def parse_seeds(text: str, hint: str = "") -> range:
+    """Seeds from 3 (the first three) or 2-4 (these)."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+    if match is None:
+        message = f"--seeds must be a number of seeds, or a range such as 2-4, got {text!r}"
+        raise ConfigError(message, "--seeds", text)
+    first, last = match.groups()
+    seeds = range(int(first)) if last is None else range(int(first), int(last) + 1)
+    if not seeds:
+        raise ConfigError(f"--seeds must be at least one seed, got {text!r}{hint}", "--seeds", text)
+    return seeds
+
+
+def require_matplotlib() -> None:
+    """Refuse a command that draws figures where matplotlib is missing, before it runs anything."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise FedHDPError("figures need matplotlib: pip install 'fedhdp[figures]'", "matplotlib")

@@ -51,11 +51,7 @@ CONTENDERS = {  # in the order in which they run: the slowest to install last
         "fedhdp_rounds.py",
         None,
         {"one device for each core": {}},
-        {
-            "privacy": "fixed clip, Gaussian noise",
-            "personal": "not used here",
-            "adaptive_clip": "not used here",
-        },
+        {"privacy": "fixed clip, Gaussian noise", "personal": "not used here", "adaptive_clip": "not used here"},
     ),
     "fedhdp+personal": Contender(
         "fedhdp_rounds.py",

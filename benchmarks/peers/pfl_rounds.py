@@ -107,15 +107,8 @@ def rounds() -> None:
     if pytorch_ops.distributed.global_rank == 0:
         seconds = np.diff(clock.times)[task.warm_up :].tolist()
         parts = [part.detach().numpy().T for part in net.parameters()]
-        w.write_result(
-            task,
-            data,
-            seconds,
-            steps / total_rounds,
-            parts,
-            {"pfl": __version__, "torch": torch.__version__},
-            processes=world,
-        )
+        versions = {"pfl": __version__, "torch": torch.__version__}
+        w.write_result(task, data, seconds, steps / total_rounds, parts, versions, processes=world)
 
 
 def processes(count: int) -> None:

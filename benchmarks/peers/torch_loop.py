@@ -59,15 +59,8 @@ def main() -> None:
     seconds = w.time_rounds(task, run_round)
     model = [part.numpy().T if part.ndim == 2 else part.numpy() for part in theta]
     peak = w.gemm(lambda a, b: torch.from_numpy(a) @ torch.from_numpy(b))
-    w.write_result(
-        task,
-        data,
-        seconds,
-        steps / (task.warm_up + task.rounds),
-        model,
-        {"torch": torch.__version__},
-        gemm_gflops=peak,
-    )
+    steps_per_round, versions = steps / (task.warm_up + task.rounds), {"torch": torch.__version__}
+    w.write_result(task, data, seconds, steps_per_round, model, versions, gemm_gflops=peak)
 
 
 main()

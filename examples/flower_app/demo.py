@@ -1,4 +1,4 @@
-"""A whole deployment on one machine: a SuperLink, five SuperNodes with three privacy levels, and a table of results.
+"""A deployment on one machine: a SuperLink, five SuperNodes with three privacy levels, and a table of results.
 
     python demo.py                # in a temporary directory; every process is stopped afterwards
     python demo.py --simulate 20  # no SuperNodes: twenty virtual clients; needs flwr[simulation]

@@ -20,14 +20,7 @@ from fedhdp.privacy.accounting import privacy_costs
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results.provenance import provenance
 from fedhdp.results.schema import Summary
-from fedhdp.results.store import (
-    EXPERIMENT_FILE,
-    SUMMARY_FILE,
-    DamagedRunError,
-    RunDirectory,
-    read_value,
-    write_value,
-)
+from fedhdp.results.store import EXPERIMENT_FILE, SUMMARY_FILE, DamagedRunError, RunDirectory, read_value, write_value
 from fedhdp.rng import os_entropy
 from fedhdp.simulation import Simulation
 

@@ -68,6 +68,7 @@ def test_peer_that_cannot_run_has_a_reason(modules, monkeypatch):
         bench.time_contender("torch", w.Work(), 1, 0, float("inf"), 60.0)
 
 
+@pytest.mark.slow
 def test_output_is_one_json_document(modules, tmp_path):
     bench, show, _ = modules
     small = {"clients": 40, "cohort": 4, "samples": 5, "batch": 2, "epochs": 2, "hidden": 8}

@@ -27,6 +27,7 @@ def test_simulations_with_equal_models_share_a_compilation():
     assert simulations[0].engine is simulations[1].engine
 
 
+@pytest.mark.slow
 def test_dropout_is_active_in_training_and_off_in_evaluation():
     model = cnn(8, 3, channels=(2, 3), hidden=6)
     theta, x = model.init(jax.random.key(0)), np.random.default_rng(0).random((4, 8, 8), np.float32)
@@ -44,6 +45,7 @@ def test_cnn_is_the_papers_network():
     assert cnn().apply(theta, jnp.zeros((2, 28, 28)), None).shape == (2, 62)
 
 
+@pytest.mark.slow
 def test_gradient_of_cross_entropy_is_that_of_automatic_differentiation():
     logits_NL = jax.random.normal(jax.random.key(0), (6, 4)) * jnp.array([1.0, 10.0, 200.0, 1.0, 1.0, 1e3])[:, None]
     label_N, weight_N = jnp.array([0, 1, 2, 3, 0, 1]), jnp.array([1.0, 2.0, 0.5, 0.0, 3.0, 1.0])

@@ -66,6 +66,7 @@ def test_fixed_cohorts(run_cli, run_json):
         assert part in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--accountant", "pld"), ("--sampling", "fixed"), ("--tuning-trials", 5)])
 def test_noise_for_an_epsilon(run_json, options):
     options = ("--sampling-rate", 0.05, *ROUNDS, *options)
@@ -106,6 +107,7 @@ def test_an_experiment(run_cli, run_json):
     assert re.search(r"private +1,900 +0\.05 +1\.5 +0\.0001 +3\.609 +3\.238", text)
 
 
+@pytest.mark.slow
 def test_an_experiment_with_deltas_by_group(run_json, tmp_path):
     path = tmp_path / "fixed.toml"
     path.write_text(
@@ -130,6 +132,7 @@ def test_an_experiment_that_drops_groups(run_cli, run_json, tmp_path):
         assert ("budget is exhausted is dropped" in words(run_cli("account", file).stdout)) == drops_groups
 
 
+@pytest.mark.slow
 def test_a_flower_app(run_cli, run_json):
     document = run_json("account", APP)
     strict, relaxed, opted_out = document["levels"]

@@ -13,6 +13,7 @@ from fedhdp.mechanism import Mechanism
 PLAN = ("plan", "--level", "none:inf:5%", "--level", "relaxed:8:35%", "--level", "strict:2:0.6")
 
 
+@pytest.mark.slow
 def test_levels_errors_and_costs(run_cli):
     code, out, err = run_cli(*PLAN)
     assert (code, err) == (0, "")
@@ -44,6 +45,7 @@ def test_toml_is_an_experiment(run_cli, run_json):
     assert (experiment.data.clients, experiment.rounds, experiment.model.hidden) == (2000, 500, 50)
 
 
+@pytest.mark.slow
 def test_large_delta_is_warned_about(run_cli):
     assert "with 2,000 clients" not in run_cli(*PLAN).stdout
     assert "delta 0.01 with 2,000 clients" in run_cli(*PLAN, "--delta", "0.01").stdout

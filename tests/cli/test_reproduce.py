@@ -262,6 +262,7 @@ def three_points_per_seed(row: TableRow, seed: int) -> float:
     return 3.0 * seed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [60, 80, 120])
 @pytest.mark.parametrize("table", ["noniid-mnist", "levels"])
 def test_wide_table_is_split(reproduce, tmp_path, monkeypatch, table, columns):
@@ -280,6 +281,7 @@ def test_wide_table_is_split(reproduce, tmp_path, monkeypatch, table, columns):
     assert "…" not in shown
 
 
+@pytest.mark.slow
 def test_table_is_rendered_from_its_summary(reproduce, tmp_path):
     write_runs(tmp_path / "runs", "noniid-mnist", 2, "dp-fedavg,fedhdp:0.01", three_points_per_seed)
     _, first, _ = reproduce("noniid-mnist", "--render", "--out", tmp_path / "runs")
@@ -290,6 +292,7 @@ def test_table_is_rendered_from_its_summary(reproduce, tmp_path):
     assert second == first
 
 
+@pytest.mark.slow
 def test_pull_that_the_paper_does_not_have_is_drawn(reproduce, toy, tmp_path):
     words = ("noniid-mnist", "--rows", "dp-fedavg,fedhdp:0.01,fedhdp:0.1", "--pulls", "0.05,0.1")
     assert reproduce(*words, "--out", tmp_path / "out", "--data", "handwriting")[0] == 0

@@ -31,6 +31,7 @@ def test_list_names_the_built_in_experiments():
     assert [line.split()[0] for line in listed.splitlines()] == list(EXPERIMENTS)
 
 
+@pytest.mark.slow
 def test_table_states_the_basis_of_epsilons(tmp_path):
     done = command("run", TINY, "--out", tmp_path / "run", "--rounds", 3)
     assert done.code == 0

@@ -100,6 +100,7 @@ def test_missing_or_unreadable_option(ask, options):
     assert "--group" in err or "--alpha2" in err
 
 
+@pytest.mark.slow
 def test_figures(ask, tmp_path):
     code, out, _ = ask("figures", "--out", str(tmp_path / "new" / "figures"), "--trials", "20")
     written = [Path(line) for line in out.split()]

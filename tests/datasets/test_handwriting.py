@@ -15,6 +15,7 @@ def small(**changes):
     return make_handwriting(**{"clients": 20, "samples": 6, "test_samples": 2, "server_test": 20, **changes})
 
 
+@pytest.mark.slow
 def test_seed_determines_every_byte():
     first, second = small(split="by_writer", seed=3), small(split="by_writer", seed=3)
     for a, b in ((first.train, second.train), (first.test, second.test)):

@@ -75,6 +75,7 @@ def test_truncated_npz_is_refused(tmp_path, data):
     assert not data.exists()
 
 
+@pytest.mark.slow
 def test_any_damage_is_a_data_error(tmp_path):
     path = tmp_path / "some.npz"
     write_femnist_npz(path)

@@ -16,6 +16,7 @@ from fedhdp.engine.low_rank import FullRank, LowRank
 from fedhdp.models import Model, cnn, mlp
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "shape"), [(mlp(36, 5, 3), (36,)), (cnn(8, 3, channels=(2, 3), hidden=6), (8, 8))], ids=["mlp", "cnn"]
 )
@@ -45,6 +46,7 @@ def test_client_trains_the_same_in_any_chunk(kind, settings):
     np.testing.assert_array_equal(update_CP[-1], 0.0)  # the client without examples
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(count=st.integers(1, 13), batch=st.integers(1, 7), seed=st.integers(0, 99))
 def test_batches_known_at_compile_time_change_no_result(count, batch, seed):

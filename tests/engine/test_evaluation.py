@@ -15,6 +15,7 @@ from fedhdp.server import ServerOptimizer
 from fedhdp.simulation import simulate
 
 
+@pytest.mark.slow
 def test_metrics_agree_with_a_plain_loop(data):
     simulation = trained(data, CHOSEN)
     rows = {(r.group, r.model, r.metric): r.value for r in simulation.evaluate()[0]}
@@ -36,6 +37,7 @@ def test_metrics_agree_with_a_plain_loop(data):
         first += group.clients
 
 
+@pytest.mark.slow
 def test_group_metrics_are_means_of_client_scores(data):
     result = simulate(data, MODEL, CHOSEN, TRAINING, ServerOptimizer(average=0.5), rounds=2, seed=3, noise_seed=1)
     assert set(result.scores) == {"global", "personal", "average"}
@@ -57,6 +59,7 @@ def test_worst_decile_of_thirty_clients_is_the_mean_of_three():
     assert rows["accuracy"] == pytest.approx(14.5 / 30)
 
 
+@pytest.mark.slow
 def test_each_client_chooses_the_best_pull_on_its_validation_examples(data):
     chosen = hold_out(data, 0.3, seed=5)
     pulls = [replace(CHOSEN, groups=tuple(replace(g, pull=pull) for g in CHOSEN.groups)) for pull in (0.0, 0.5, 4.0)]

@@ -18,6 +18,7 @@ from fedhdp.models import mlp
 from fedhdp.simulation import Simulation
 
 
+@pytest.mark.slow
 def test_replicated_examples_change_nothing(data, monkeypatch):
     train = data.train
     shared = data._replace(train=examples_twice(train), test=examples_twice(data.test))
@@ -30,6 +31,7 @@ def test_replicated_examples_change_nothing(data, monkeypatch):
     assert_close(copied, replicated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("personalize", [True, False])
 def test_kept_gram_matrices_change_nothing(personalize):
     data = tiny_data([3] * 19)
@@ -76,6 +78,7 @@ def examples_twice(examples: Examples) -> Examples:
     return examples._replace(**twice)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("personalize", [True, False])
 def test_streamed_examples_change_nothing(data, monkeypatch, personalize):
     training = replace(TRAINING, personalize=personalize)
@@ -86,6 +89,7 @@ def test_streamed_examples_change_nothing(data, monkeypatch, personalize):
     np.testing.assert_allclose(resident.global_model(), streamed.global_model(), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_handwriting_beyond_memory_is_generated_on_demand(monkeypatch):
     whole = make_handwriting(30, 4, 2, 20, "by_writer", seed=3)
     monkeypatch.setattr("fedhdp.datasets.handwriting.MAX_IMAGES_IN_MEMORY", 100)

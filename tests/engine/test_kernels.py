@@ -55,12 +55,14 @@ def assert_same(convolve, layers: dict, image: jax.Array, kernel: int) -> None:
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [2, 3, 5])
 def test_matrix_product_is_the_librarys_convolution(kernel):
     image = jax.random.normal(jax.random.key(3), (2, 2, 6, 8, 3))
     assert_same(conv_relu_pool, layers(2, kernel, 3, 4), image, kernel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "inputs", "outputs", "height", "width"),
     [(3, 16, 32, 14, 14), (3, 1, 16, 28, 28), (2, 16, 16, 4, 10), (3, 32, 64, 4, 6)],

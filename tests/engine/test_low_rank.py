@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from chunks import random_chunk, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from fedhdp.engine.low_rank import FullRank, LowRank, gram_matmul, uses_low_rank
 from fedhdp.models import cnn, linear, mlp, take
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_low_rank_training_is_full_rank_training(data):

@@ -13,6 +13,7 @@ from fedhdp.engine import personal_store
 from fedhdp.errors import RunError
 
 
+@pytest.mark.slow
 def test_memory_mapped_models_are_those_in_memory(data, monkeypatch):
     in_memory = trained(data, CHOSEN)
     monkeypatch.setattr(personal_store, "personal_bytes_limit", lambda: 0)

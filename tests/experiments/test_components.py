@@ -61,6 +61,7 @@ def test_example_runs(tmp_path):
     assert from_toml(to_toml(recorded), "x") == recorded
 
 
+@pytest.mark.slow
 def test_data_and_model_of_the_file_are_trained(coins, tmp_path):
     run(coins, tmp_path / "run", keep_going)
     assert read_arrays(tmp_path / "run/fedhdp/model.npz")["global/"].shape == (3, 2)

@@ -207,6 +207,7 @@ def experiments(draw) -> Experiment:
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(experiments())
 def test_toml_round_trip(experiment):

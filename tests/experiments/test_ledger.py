@@ -46,6 +46,7 @@ def charged_rounds(ledger: Path) -> list[int]:
         return [entry.charged for entry in opened.runs()]
 
 
+@pytest.mark.slow
 def test_rounds_are_charged_before_they_are_shown(ledger, tmp_path):
     charges = []
 
@@ -174,6 +175,7 @@ def test_resume_without_the_ledger_is_refused(ledger, tmp_path):
     assert not ledger.exists()
 
 
+@pytest.mark.slow
 def test_other_population_is_refused(ledger, tmp_path):
     experiment = charged(ledger, rounds=1)
     run(experiment, tmp_path / "run", keep_going)
@@ -259,6 +261,7 @@ def with_three_groups(ledger: Path, noise: dict[str, float], budgets: dict[str, 
     )
 
 
+@pytest.mark.slow
 def test_groups_are_dropped_one_after_the_other(ledger, tmp_path):
     experiment = with_three_groups(ledger, {"one": 2.0, "two": 2.0}, {"one": 0.9, "two": 1.2})
     rounds = [group.rounds for group in run(experiment, tmp_path / "run", keep_going).variants[0].groups]

@@ -72,6 +72,7 @@ def test_finished_run_is_not_repeated(finished_run):
     assert files_of(finished_run) == before
 
 
+@pytest.mark.slow
 def test_replayed_rounds_are_charged_twice(tmp_path):
     experiment = tiny(rounds=8, evaluate_every=2, checkpoint_seconds=1e9, variants=tiny().variants[1:], noise_seed=None)
     with pytest.raises(Crash):

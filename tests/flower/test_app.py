@@ -58,6 +58,7 @@ def run_app(tmp_path, client_module, server_module) -> VariantResult:
     return VariantDirectory(tmp_path / "run" / "fedhdp").result()
 
 
+@pytest.mark.slow
 def test_example_trains_three_levels(tmp_path, load_module):
     variant = run_app(tmp_path, load_module("client_app"), load_module("server_app"))
     groups = {group.name: group for group in variant.groups}

@@ -236,6 +236,7 @@ def test_pld_without_a_usable_result_falls_back_to_rdp(answer, monkeypatch):
     assert gaussian_epsilon(1.7, 0.031, 77, 1e-5, "pld") == gaussian_epsilon(1.7, 0.031, 77, 1e-5, "rdp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_extreme_values(accountant):
     assert gaussian_epsilon(1e-9, 0.05, 1, 1e-5, accountant) == math.inf

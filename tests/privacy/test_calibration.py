@@ -25,6 +25,7 @@ from fedhdp.privacy.calibration import (
 targets = st.one_of(st.just(math.inf), st.floats(0.3, 10))
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     mechanisms, st.lists(targets, min_size=4, max_size=4), st.sampled_from([1, 50, 1000]), st.sampled_from([1e-6, 1e-4])

@@ -118,6 +118,7 @@ def test_clients_of_weight_0_cannot_move_the_global_model_by_a_bit(data):
     same_server(trained(data, chosen), trained(other, chosen))
 
 
+@pytest.mark.slow
 def test_more_padding_changes_no_result(data):
     one = trained(data, CHOSEN)
     train = data.train

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from helpers import raises_field
 from msgspec.structs import replace
 from simulations import CHOSEN, MODEL, TRAINING, trained
@@ -46,6 +47,7 @@ def test_simulate_many_returns_results_in_order(data):
         np.testing.assert_allclose(results[1].parameters[name], array, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_momentum_and_average_are_post_processing(data):
     momentum = ServerOptimizer(momentum=0.9, average=0.5)
     plain = trained(data, CHOSEN, rounds=1)

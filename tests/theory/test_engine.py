@@ -129,6 +129,7 @@ def test_server_noise_is_the_papers_client_noise(groups, noise):
     assert noise_of_mean == pytest.approx(variance(problem, weight_G) - without, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "groups", "noise"), [(*case, "per_group") for case in CASES] + [("linear regression", 3, "shared")]
 )

@@ -126,6 +126,7 @@ def test_trials_do_not_depend_on_workers():
     assert not np.any(other.product_TGKK == one.product_TGKK)
 
 
+@pytest.mark.slow
 def test_many_trials_agree():
     problem = Problem((TheoryGroup("a", 200, 0.0), TheoryGroup("b", 300, 0.01), TheoryGroup("c", 500, 0.1)), 1.0, 0.25)
     trials = monte_carlo.simulate(problem, 10_000, 10, seed=0)

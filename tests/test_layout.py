@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 from pathlib import Path
@@ -43,6 +44,7 @@ def allowed_imports() -> dict[str, set[str]]:
 ALLOWED = allowed_imports()
 
 
+@functools.cache
 def imports() -> list[tuple[str, str]]:
     """Every (file, module it imports), also those inside functions, less what is for type checkers alone."""
     modules = []

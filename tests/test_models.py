@@ -38,6 +38,7 @@ def test_dropout_is_active_in_training_and_off_in_evaluation():
     assert np.asarray(outputs).std(axis=0).max() > 0
 
 
+@pytest.mark.slow
 def test_cnn_is_the_papers_network():
     theta = cnn().init(jax.random.key(0))
     shapes = {name: layer["w"].shape for name, layer in theta.items()}

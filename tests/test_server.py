@@ -64,6 +64,7 @@ def test_one_client_changes_the_sums_by_at_most_its_sensitivity(seed, scale, gro
     assert abs(float(with_client.bits) - float(without_client.bits)) <= 0.5
 
 
+@pytest.mark.slow
 def test_noise_is_gaussian_without_gaps_in_its_tails():
     noise_N = np.asarray(gaussian(jax.random.key(0), (4_000_000,)))
     assert stats.kstest(noise_N, "norm").pvalue > 1e-3

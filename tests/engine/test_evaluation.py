@@ -85,6 +85,7 @@ def test_each_client_chooses_the_best_pull_on_its_validation_examples(data):
         assert accuracies == pytest.approx([expected[simulation.group_K == number].mean()] * 3, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_server_without_a_test_set(data):
     blind = data._replace(server_x_N=data.server_x_N[:0], server_y_N=data.server_y_N[:0])
     result = simulate(blind, MODEL, CHOSEN, TRAINING, rounds=1).result("x")

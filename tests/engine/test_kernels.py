@@ -109,6 +109,7 @@ def test_nvidia_gpu_uses_the_kernels(monkeypatch):
     assert shapes == [ConvShape(20, 14, 14, 16, 32, 3)]
 
 
+@pytest.mark.slow
 def test_cnn_computes_with_the_substituted_function():
     calls, model = [], cnn(8, 3, channels=(2, 3), hidden=6)
 

@@ -61,6 +61,7 @@ def test_norms_are_those_of_the_updates_and_never_too_small(data):
     np.testing.assert_allclose(norm_C, expected_C, rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_norm_covers_rounding_where_examples_cancel():
     model = mlp(60, 8, 3)
     theta_R = take(model.init(jax.random.key(0)), None)

@@ -22,6 +22,7 @@ def test_memory_mapped_models_are_those_in_memory(data, monkeypatch):
     assert_close(in_memory, on_disk)
 
 
+@pytest.mark.slow
 def test_run_resumes_from_its_checkpoint_and_its_file(data, monkeypatch, tmp_path):
     uninterrupted = trained(data, CHOSEN, rounds=6)
     monkeypatch.setattr(personal_store, "personal_bytes_limit", lambda: 0)

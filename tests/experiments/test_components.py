@@ -70,6 +70,7 @@ def test_data_and_model_of_the_file_are_trained(coins, tmp_path):
     assert read_arrays(tmp_path / "ones/fedhdp/model.npz")["global/"].mean() > 0.5
 
 
+@pytest.mark.slow
 def test_changed_file_is_refused(coins, tmp_path):
     def watch(progress: Progress) -> bool:
         return progress.round < 5

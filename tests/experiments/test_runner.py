@@ -21,6 +21,7 @@ def summary_of(directory) -> Summary:  # type: ignore[no-untyped-def]
     return read_value(directory / "summary.json", Summary)
 
 
+@pytest.mark.slow
 def test_recorded_experiment_repeats_the_run(finished_run, tmp_path):
     again = from_toml((finished_run / "experiment.toml").read_text(), "experiment.toml")
     run(again, tmp_path / "again", keep_going)

@@ -91,6 +91,7 @@ def test_unstable_pull_is_refused(tmp_path):
     assert "pull" in error.value.field
 
 
+@pytest.mark.slow
 def test_run_directory_is_the_simulators(tmp_path):
     deployment = make_deployment(tmp_path, evaluate_every=1)
     score, out = scorer(MODEL, DATA.server_x_N, DATA.server_y_N), Path(deployment.out)

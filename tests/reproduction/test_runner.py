@@ -15,6 +15,7 @@ from fedhdp.reproduction.tables import Options
 from fedhdp.results import store
 
 
+@pytest.mark.slow
 def test_part_that_was_stopped_before_its_first_round_starts_again(tmp_path):
     part = small(make_parts("noniid-mnist", "fedhdp:0.01", options=Options(rounds=2))[0])
     with pytest.raises(Interrupted):

@@ -69,6 +69,7 @@ def agree(data: FederatedData, mechanism: Mechanism, training: LocalTraining = T
         np.testing.assert_allclose(simulation.personal_models(client)[0], own, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_proximal_term_shortens_updates(data):
     for model in (MODEL, Model(MODEL.init, MODEL.apply)):  # the second trains on its parameters themselves
         moved = []
@@ -193,6 +194,7 @@ def test_rounds_with_an_empty_cohort(data):
     assert np.isfinite(trained(data, rare).global_model()).all()
 
 
+@pytest.mark.slow
 def test_size_of_one_client_does_not_change_others():
     """Training that magnifies every rounding: others must not be computed differently because of a large client."""
     rng = np.random.default_rng(2)

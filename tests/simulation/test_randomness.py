@@ -14,6 +14,7 @@ from fedhdp.rng import MODEL as MODEL_STREAM
 from fedhdp.simulation import Simulation
 
 
+@pytest.mark.slow
 def test_large_cohort_is_never_truncated(data):
     simulation = Simulation(data, MODEL, CHOSEN, TRAINING, seed=3, noise_seed=7)
     expected = trained(data, CHOSEN, rounds=2)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from simulations import CHOSEN, MODEL, TRAINING, same, trained
 
 from fedhdp.simulation import simulate
 
 
+@pytest.mark.slow
 def test_hooks_run_around_each_round_and_its_evaluation(data):
     calls = []
     simulation = trained(data, CHOSEN, rounds=0)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 
 import numpy as np
+import pytest
 
 from fedhdp.reproduction.theory.figures import theory_figures
 
 
+@pytest.mark.slow
 def test_figures_and_their_numbers(tmp_path):
     paths = theory_figures(tmp_path, trials=400)
     assert sorted(path.suffix for path in paths) == [".csv"] * 4 + [".png"] * 4 + [".svg"] * 4

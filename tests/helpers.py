@@ -30,8 +30,8 @@ def tiny_data(sizes: list[int], inputs: int = 12, classes: int = 3, seed: int = 
 
 def mechanism_of(*groups: tuple[int, float, float], rate: float = 0.5, **others: object) -> Mechanism:
     """A mechanism from (clients, noise multiplier, weight) for each group."""
-    made = tuple(PrivacyGroup(f"group {i}", n, z, rate, r, pull=0.1 + 0.2 * i) for i, (n, z, r) in enumerate(groups))
-    return Mechanism(made, **({"clip": AdaptiveClip(initial=0.3)} | others))  # type: ignore[arg-type]
+    members = tuple(PrivacyGroup(f"group {i}", n, z, rate, r, pull=0.1 + 0.2 * i) for i, (n, z, r) in enumerate(groups))
+    return Mechanism(members, **({"clip": AdaptiveClip(initial=0.3)} | others))  # type: ignore[arg-type]
 
 
 @st.composite

@@ -1,1 +1,1 @@
-"""How a round is made fast; imported by ``simulation`` and ``flower`` alone."""
+"""How a round is made fast; used by ``simulation``, ``flower`` and the experiment runner."""

@@ -186,8 +186,8 @@ def test_inputs_that_are_not_finite_change_no_other_client(bad):
 
 
 def test_rounds_with_an_empty_cohort(data):
-    nobody = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=0.0)
-    simulation = trained(data, nobody)
+    empty_cohorts = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=0.0)
+    simulation = trained(data, empty_cohorts)
     assert np.isfinite(simulation.global_model()).all()
     assert not simulation.participated_K.any()
     rare = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=0.01)

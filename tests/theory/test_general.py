@@ -28,15 +28,17 @@ def general_problem(samples: tuple[int, int], condition: float) -> general.Gener
 def test_orthogonal_features_have_the_closed_form():
     rng = np.random.default_rng(0)
     features = [np.sqrt(16) * np.linalg.qr(rng.normal(size=(16, 3)))[0] for _ in range(20)]
-    found = general.compare(general.from_features(GROUPS, features, beta2=4.0, tau2=0.1))
+    comparison = general.compare(general.from_features(GROUPS, features, beta2=4.0, tau2=0.1))
     problem = Problem(GROUPS, 4.0 / 16, 0.1)
     weights = lr.optimal_weights(problem)
-    np.testing.assert_allclose(found.weights, weights, rtol=1e-10)
-    np.testing.assert_allclose(found.pulls, lr.own_noise_pulls(problem), rtol=1e-4)
-    np.testing.assert_allclose([found.server_optimal, found.server_fedhdp], lr.optimal_server_variance(problem))
-    np.testing.assert_allclose(found.client_optimal, lr.bayes_mse(problem), rtol=1e-10)
+    np.testing.assert_allclose(comparison.weights, weights, rtol=1e-10)
+    np.testing.assert_allclose(comparison.pulls, lr.own_noise_pulls(problem), rtol=1e-4)
     np.testing.assert_allclose(
-        found.client_fedhdp, lr.client_mse(problem, weights, lr.own_noise_pulls(problem)), rtol=1e-8
+        [comparison.server_optimal, comparison.server_fedhdp], lr.optimal_server_variance(problem)
+    )
+    np.testing.assert_allclose(comparison.client_optimal, lr.bayes_mse(problem), rtol=1e-10)
+    np.testing.assert_allclose(
+        comparison.client_fedhdp, lr.client_mse(problem, weights, lr.own_noise_pulls(problem)), rtol=1e-8
     )
 
 
@@ -44,20 +46,20 @@ def test_loss_grows_with_the_differences_between_clients():
     losses = [
         general.compare(general_problem(*shape)) for shape in [((40, 40), 1.0), ((5, 200), 1.0), ((5, 200), 30.0)]
     ]
-    server = [found.server_loss for found in losses]
+    server = [comparison.server_loss for comparison in losses]
     assert 0 < server[0] < server[1] < server[2]
-    assert all(loss > 0 for found in losses for loss in found.client_loss)
+    assert all(loss > 0 for comparison in losses for loss in comparison.client_loss)
 
 
 def test_weights_and_pulls_are_optimal():
     problem = general_problem((5, 60), 10.0)
-    found = general.compare(problem)
+    comparison = general.compare(problem)
     for ratio in (0.5, 0.9, 1.1, 2):
-        error_DD = general.fedhdp_server_error(problem, np.array(found.weights) * [1, ratio])
-        assert np.trace(error_DD) / 3 > found.server_fedhdp
-        for group, pull in enumerate(found.pulls):
-            error_N = general.fedhdp_client_errors(problem, found.weights, pull * ratio)
-            assert error_N[problem.group_N == group].mean() > found.client_fedhdp[group]
+        error_DD = general.fedhdp_server_error(problem, np.array(comparison.weights) * [1, ratio])
+        assert np.trace(error_DD) / 3 > comparison.server_fedhdp
+        for group, pull in enumerate(comparison.pulls):
+            error_N = general.fedhdp_client_errors(problem, comparison.weights, pull * ratio)
+            assert error_N[problem.group_N == group].mean() > comparison.client_fedhdp[group]
 
 
 def test_errors_agree_with_drawn_features_and_responses():

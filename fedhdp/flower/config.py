@@ -22,6 +22,7 @@ from fedhdp.errors import ConfigError, require
 from fedhdp.experiments.config import FIELDS, without_none
 from fedhdp.experiments.errors import config_error
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, PrivacyGroup
+from fedhdp.optimizers import require_tables
 from fedhdp.privacy.budget import OnBudgetExhausted
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig, PrivacyLevel
 from fedhdp.privacy.ledger import Budget
@@ -91,6 +92,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
             require(getattr(self, field) >= 0, field, getattr(self, field), "at least 0")
         for field in _TIMEOUTS:
             require(0 < getattr(self, field) < math.inf, field, getattr(self, field), "finite and above 0")
+        require_tables(self.server.optimizer, "server.optimizer")
         for name in self.budgets:
             require(name in self.levels, "budgets", name, f"of levels on offer ({', '.join(self.levels)})")
         self.training.check(self._mechanism_config(dict.fromkeys(self.levels, 1)).uncalibrated())

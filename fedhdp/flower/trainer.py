@@ -16,7 +16,7 @@ import numpy as np
 from fedhdp.client import LocalTraining, as_floats, shuffle
 from fedhdp.engine import kernels
 from fedhdp.engine.chunk import Clients, client_updates
-from fedhdp.engine.low_rank import parametrize
+from fedhdp.engine.low_rank import parametrize, trained_form
 from fedhdp.errors import ModelError
 from fedhdp.flower.clientapp import Trainer
 from fedhdp.flower.protocol import Arrays, array_shapes
@@ -94,6 +94,8 @@ def jax_trainer(
 @lru_cache(maxsize=8)
 def _compile(model: Model, training: LocalTraining) -> Callable:
     """A compiled round of one client, a chunk of one."""
+
+    model = trained_form(model, training)
 
     def train(theta, personal, x_M, y_M, pull, key, rates):
         count = len(y_M)

@@ -40,7 +40,8 @@ def account(
     rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
     delta: Annotated[float | None, typer.Option(help="Delta; default 1e-4, or the experiment's.")] = None,
     accountant: Annotated[
-        Literal["rdp", "pld"] | None, typer.Option(help="How epsilon is computed; default rdp.")
+        Literal["rdp", "pld"] | None,
+        typer.Option(help="How epsilon is computed; default pld where it applies, else rdp."),
     ] = None,
     sampling: Annotated[
         Literal["poisson", "fixed"] | None, typer.Option(help="How cohorts are sampled; default poisson.")
@@ -95,7 +96,7 @@ def account(
         1e-4 if delta is None else delta,
         noise_multiplier=noise_multiplier,
         target_epsilon=epsilon,
-        accountant=accountant or "rdp",
+        accountant=accountant,
         sampling=sampling or "poisson",
         tuning=tuning,
     )
@@ -134,7 +135,10 @@ def _account_named(name: str, rounds: int | None, delta: float | None, tuning: T
 def _account_experiment(experiment: Experiment, tuning: Tuning | None, json: bool) -> None:
     from fedhdp.privacy.reports import account_mechanisms
 
-    mechanisms = experiment.variant_mechanisms(experiment.build_mechanism())
+    mechanism = experiment.build_mechanism()
+    mechanisms = experiment.variant_mechanisms(mechanism)
+    unstated = {config.name for config in experiment.mechanism.groups if config.weight is None}
+    weights = {group.name: group.weight for group in mechanism.sampled_groups if group.name in unstated}
     variants = [(variant.name, mechanism) for variant, mechanism in zip(experiment.variants, mechanisms, strict=True)]
     targets = [experiment.epsilon_targets(variant) for variant in experiment.variants]
     accountant = experiment.run_accountant
@@ -142,11 +146,14 @@ def _account_experiment(experiment: Experiment, tuning: Tuning | None, json: boo
     drops_groups = experiment.on_budget_exhausted == "drop_group" and bool(experiment.budgets)
     if json:
         trials = None if tuning is None else str(tuning)
-        header = {"experiment": experiment.name, "accountant": accountant, "tuning": trials}
-        header |= {"drops_groups": drops_groups, "repeatable": experiment.repeatable}
-        print_json(header | {"mechanisms": reports})
+        header = {"experiment": experiment.name, "accountant": accountant, "tuning": trials, "theory_weights": weights}
+        run = {"drops_groups": drops_groups, "repeatable": experiment.repeatable}
+        print_json(header | run | {"mechanisms": reports})
         return
     _print_mechanisms(experiment.name, reports, tuning, drops_groups)
+    if set(weights.values()) - {1.0}:
+        parts = ", ".join(f"{name} {weight:.3g}" for name, weight in weights.items())
+        console().print(f"Weights that no group or variant states are the theory's: {parts}.")
     if experiment.repeatable:
         console().print(REPEATABLE, style="yellow")
 
@@ -198,8 +205,8 @@ def _print_levels(deployment: Deployment, sampling: Sampling, levels: list[Level
     )
     if unweighted := [name for name, level in deployment.levels.items() if level.weight is None]:
         out.print(
-            f"No weight is stated for {', '.join(unweighted)}, so it is 1. The best weights depend on how many clients choose "
-            "each level: see fedhdp plan."
+            f"No weight is stated for {', '.join(unweighted)}, so it is 1. The best weights depend on how many clients "
+            "choose each level: see fedhdp plan."
         )
     if deployment.repeatable:
         out.print(REPEATABLE, style="yellow")
@@ -258,7 +265,7 @@ def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning 
     out.print(f"{name}: epsilon of each group after {pluralize(groups[0].rounds)} ({basis})")
     asked = any(group.epsilon_target is not None for report in reports for group in report.groups)
     columns = ["ε asked"] * asked + ["ε"] + ["ε tuned"] * (tuning is not None)
-    rows = new_table(("variant", "group"), ("clients", "q", "z", "weight", "delta", *columns))
+    rows = new_table(("variant", "group"), ("clients", "q", "z", "delta", *columns))
     for report in reports:
         for number, group in enumerate(report.groups):
             rows.add_row(
@@ -267,7 +274,6 @@ def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning 
                 f"{group.clients:,}",
                 f"{group.sampling_rate:g}",
                 "∞" if group.noise_multiplier == math.inf else f"{group.noise_multiplier:.4g}",
-                f"{group.weight:.3g}",
                 f"{group.delta:g}",
                 *([epsilon_text(group.epsilon_target)] if asked else []),
                 epsilon_text(group.epsilon),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -211,8 +212,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return mechanism
         from fedhdp.theory.planning import with_optimal_weights
 
-        parameters = count_parameters(self.data, self.model, mechanism, self.seed)
-        return with_optimal_weights(mechanism, self.rounds, parameters, free)
+        count = partial(count_parameters, self.data, self.model, mechanism, self.seed)
+        return with_optimal_weights(mechanism, self.rounds, count, free)
 
     def epsilon_targets(self, variant: Variant) -> dict[str, float]:
         """The epsilons that groups asked for, by name, unless the variant states their noise multipliers."""

@@ -177,7 +177,9 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         from fedhdp.privacy.accounting import gaussian_epsilon
 
         def strictness(group: PrivacyGroup) -> tuple[float, float]:
-            epsilon = gaussian_epsilon(group.noise_multiplier, group.sampling_rate, self.rounds, self.delta)
+            epsilon = gaussian_epsilon(
+                group.noise_multiplier, group.sampling_rate, self.rounds, self.delta, LEDGER_ACCOUNTANT
+            )
             return epsilon, -group.noise_multiplier
 
         groups = self.mechanism(dict.fromkeys(self.levels, 1)).groups

@@ -324,10 +324,11 @@ def gaussian_epsilon(
     sampling_rate: float,
     rounds: int,
     delta: float,
-    accountant: Accountant = "rdp",
+    accountant: Accountant | None = None,
     sampling: Sampling = "poisson",
 ) -> float:
-    """The epsilon of rounds with these numbers; see ``PrivacyCost`` and ``compose``."""
+    """The epsilon of rounds with these numbers; see ``PrivacyCost``, and `epsilon_reports` for the accountant."""
+    accountant = accountant or default_accountant(sampling)
     return compose([PrivacyCost(noise_multiplier, sampling_rate, sampling, rounds)], delta, accountant)
 
 

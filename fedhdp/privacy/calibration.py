@@ -146,10 +146,10 @@ def noise_multiplier_for(
     sampling_rate: float,
     rounds: int,
     delta: float,
-    accountant: Accountant = "rdp",
+    accountant: Accountant | None = None,
     sampling: Sampling = "poisson",
 ) -> float:
-    """The noise multiplier that keeps rounds within an epsilon.
+    """The noise multiplier that keeps rounds within an epsilon. ``accountant``: as in `calibrate`.
 
     Returns:
         A multiple of the L2 sensitivity (``fixed``: of two clips) whose epsilon is at most ``epsilon`` and within 1% of
@@ -159,6 +159,7 @@ def noise_multiplier_for(
         InvalidValueError: If a value is out of range, or no noise keeps the epsilon.
     """
     require(epsilon > 0, "epsilon", epsilon, "above 0")
+    accountant = accountant or default_accountant(sampling)
     cost = PrivacyCost(math.inf, sampling_rate, sampling, rounds).checked()
     if epsilon == math.inf:
         return 0.0
@@ -169,9 +170,9 @@ def noise_multiplier_for(
         require(rounds <= MAX_ROUNDS_PLD, "rounds", rounds, rule)
 
     def epsilon_of(noise_multiplier: float) -> float:
-        return compose([cost._replace(noise_multiplier=noise_multiplier)], delta, accountant)
+        return compose([cost._replace(noise_multiplier=noise_multiplier)], delta, accountant) * (1 + ROUNDING)
 
-    return min_noise_multiplier(epsilon_of, epsilon * (1 - ROUNDING))
+    return min_noise_multiplier(epsilon_of, epsilon)
 
 
 def calibrate(
@@ -230,11 +231,13 @@ def explain_surplus(mechanism: Mechanism, group: PrivacyGroup) -> str | None:
     if effective <= SURPLUS * group.noise_multiplier:
         return None
     weight = weight_of_own_noise(mechanism, group)
-    use = "any weight" if weight == math.inf else f"weight {weight:.3g} instead of {group.weight:g}"
+    use = "any weight above 0" if weight == math.inf else f"weight {weight:.3g} instead of {group.weight:g}"
     if group.weight == 0:
         reason = "its weight is 0, so that its updates do not count"
     else:
-        required = {g.name: mechanism.l2_sensitivity(g) * mechanism.update_noise_multiplier(g) for g in mechanism.sampled_groups}
-        reason = f"the noise that {max(required, key=required.__getitem__)!r} requires covers it"
+        strictest = max(
+            mechanism.sampled_groups, key=lambda g: mechanism.l2_sensitivity(g) * mechanism.update_noise_multiplier(g)
+        )
+        reason = f"the noise that {strictest.name!r} requires covers it"
     noise = "∞" if effective == math.inf else f"{effective:.4g}"
     return f"z {noise} instead of {group.noise_multiplier:.4g}: {reason}; {use} would use it"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from fedhdp.errors import InvalidValueError, require
 from fedhdp.mechanism import SENSITIVITY, Mechanism, PrivacyGroup, Sampling
@@ -19,8 +20,8 @@ from fedhdp.privacy.accounting import (
     Accountant,
     PrivacyCost,
     compose,
-    epsilon_best_of,
     default_accountant,
+    epsilon_best_of,
     gaussian_epsilon,
     privacy_costs,
     rounds_left,
@@ -83,7 +84,6 @@ class GroupReport(msgspec.Struct, frozen=True):
     delta: float
     noise_multiplier: float
     sampling_rate: float
-    weight: float
     rounds: int
     sampling: str
     adjacency: str
@@ -229,51 +229,34 @@ def account_mechanisms(
     Returns:
         A report for each set of variants with equal costs, in the order of the first of them.
     """
-    names_of: dict[tuple[object, ...], list[str]] = {}
-    reports: dict[tuple[object, ...], list[GroupReport]] = {}
+    names_of: dict[tuple[GroupReport, ...], list[str]] = {}
     mechanisms = [mechanism for _, mechanism in variants]
     for (name, mechanism), epsilons in zip(variants, targets or [{}] * len(variants), strict=True):
-        costs = privacy_costs(mechanism, rounds)
-        key = (*costs.items(), *(group.weight for group in mechanism.groups), *epsilons.items())
-        names_of.setdefault(key, []).append(name)
-        if key not in reports:
-            reports[key] = [
-                _group_report(
-                    mechanism,
-                    group,
-                    costs[group.name],
-                    delta_of(group.name),
-                    accountant,
-                    epsilons.get(group.name),
-                    None if tuning is None else _tuned_epsilon(mechanisms, group, costs[group.name], delta_of, tuning),
-                )
-                for group in mechanism.groups
-            ]
-    return [MechanismReport(names_of[key], groups) for key, groups in reports.items()]
+        groups = []
+        for group, cost in zip(mechanism.groups, privacy_costs(mechanism, rounds).values(), strict=True):
+            report = _group_report(mechanism, group, cost, delta_of(group.name), accountant)
+            tuned = None if tuning is None else _tuned_epsilon(mechanisms, report, tuning)
+            groups.append(replace(report, epsilon_target=epsilons.get(group.name), epsilon_tuned=tuned))
+        names_of.setdefault(tuple(groups), []).append(name)
+    return [MechanismReport(names, list(groups)) for groups, names in names_of.items()]
 
 
 def _group_report(
-    mechanism: Mechanism,
-    group: PrivacyGroup,
-    cost: PrivacyCost,
-    delta: float,
-    accountant: Accountant,
-    target: float | None,
-    tuned: float | None,
+    mechanism: Mechanism, group: PrivacyGroup, cost: PrivacyCost, delta: float, accountant: Accountant
 ) -> GroupReport:
+    """The report of a group, without target and tuning."""
     epsilon = math.inf if cost.noise_multiplier == 0 else compose([cost], delta, accountant)
     return GroupReport(
         group=group.name,
         clients=group.clients,
         unprotected=epsilon == math.inf,
         epsilon=epsilon,
-        epsilon_target=target,
-        epsilon_tuned=tuned,
+        epsilon_target=None,
+        epsilon_tuned=None,
         accountant=accountant,
         delta=delta,
         noise_multiplier=cost.noise_multiplier,
         sampling_rate=cost.sampling_rate,
-        weight=group.weight,
         rounds=cost.rounds,
         sampling=cost.sampling,
         adjacency=ADJACENCY[cost.sampling],
@@ -281,18 +264,12 @@ def _group_report(
     )
 
 
-def _tuned_epsilon(
-    mechanisms: Sequence[Mechanism],
-    group: PrivacyGroup,
-    cost: PrivacyCost,
-    delta_of: Callable[[str], float],
-    tuning: Tuning,
-) -> float:
+def _tuned_epsilon(mechanisms: Sequence[Mechanism], report: GroupReport, tuning: Tuning) -> float:
     """The epsilon of a group if only the best of several variants is shown, of those in which it has not opted out."""
-    if cost.noise_multiplier == 0:  # the variant protects nothing, whichever is shown
+    if report.noise_multiplier == 0:  # the variant protects nothing, whichever is shown
         return math.inf
-    candidates = [m for m in mechanisms if not _group_of(m, group.name).opted_out] or mechanisms
-    return tuning_report(candidates, group.name, cost.rounds, delta_of(group.name), *tuning).epsilon
+    candidates = [m for m in mechanisms if not _group_of(m, report.group).opted_out] or mechanisms
+    return tuning_report(candidates, report.group, report.rounds, report.delta, *tuning).epsilon
 
 
 def _group_of(mechanism: Mechanism, name: str) -> PrivacyGroup:

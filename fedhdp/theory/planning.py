@@ -15,7 +15,7 @@ Derivation and limits: docs/how-to/plan.md. Axis letters: G groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 import numpy as np
@@ -165,7 +165,10 @@ def estimate_error(mechanism: Mechanism, rounds: int, parameters: int, clients: 
 
 
 def with_optimal_weights(
-    mechanism: Mechanism, rounds: int, parameters: int, names: Collection[str] | None = None
+    mechanism: Mechanism,
+    rounds: int,
+    parameters: int | Callable[[], int],
+    names: Collection[str] | None = None,
 ) -> Mechanism:
     """The mechanism with the weights of least error.
 
@@ -175,7 +178,7 @@ def with_optimal_weights(
     Args:
         mechanism: The mechanism.
         rounds: The number of rounds.
-        parameters: The number of the model's parameters.
+        parameters: The number of the model's parameters, or what counts them, called if a weight depends on it.
         names: The groups whose weights to set; None: all. The others' weights are given.
 
     Raises:
@@ -186,13 +189,16 @@ def with_optimal_weights(
     unknown = sorted(set(names) - set(every))
     require(not unknown, "names", unknown, f"groups of the mechanism ({', '.join(every)})")
     given_G = np.array([math.nan if group.name in names else group.weight for group in mechanism.groups])
-    if not np.isnan(given_G).any() or mechanism.expected_cohort_size() == 0:
-        return mechanism
-    problem, theory = _problem(mechanism, rounds, parameters), _THEORY[mechanism.noise]
-    if np.isnan(given_G).all():
-        weight_G = theory.optimal_weights(problem)
-    else:
-        weight_G = theory.optimal_weights_beside(problem, _with_reference(mechanism, given_G))
+    weight_G = _with_reference(mechanism, given_G)
+    if mechanism.expected_cohort_size() == 0:
+        weight_G = np.nan_to_num(weight_G, nan=1.0)
+    elif np.isnan(weight_G).any():
+        count = parameters() if callable(parameters) else parameters
+        problem, theory = _problem(mechanism, rounds, count), _THEORY[mechanism.noise]
+        every_is_free = np.isnan(given_G).all()
+        weight_G = (
+            theory.optimal_weights(problem) if every_is_free else theory.optimal_weights_beside(problem, weight_G)
+        )
     weights = np.where(weight_G > 0, np.clip(weight_G, MIN_WEIGHT, MAX_VALUE), 0.0).tolist()
     groups = tuple(replace(group, weight=r) for group, r in zip(mechanism.groups, weights, strict=True))
     return replace(mechanism, groups=groups)
@@ -200,9 +206,11 @@ def with_optimal_weights(
 
 def _with_reference(mechanism: Mechanism, given_G: np.ndarray) -> np.ndarray:
     """The given weights, and 1 for the group with the least noise among those that count, if it is not given."""
-    noise_G = np.array([math.inf if r == 0 else g.noise_multiplier for g, r in zip(mechanism.groups, given_G, strict=True)])
+    noise_G = np.array(
+        [math.inf if r == 0 else g.noise_multiplier for g, r in zip(mechanism.groups, given_G, strict=True)]
+    )
     least_G = noise_G == noise_G.min()
-    if not np.isnan(given_G[least_G]).all():
+    if not np.isnan(given_G).any() or not np.isnan(given_G[least_G]).all():
         return given_G
     return np.where(np.arange(len(given_G)) == least_G.argmax(), 1.0, given_G)
 

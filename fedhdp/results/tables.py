@@ -12,6 +12,8 @@ from fedhdp.privacy.accounting import format_epsilon
 from fedhdp.results.metrics import half_interval
 from fedhdp.results.schema import GroupResult, MetricInfo, VariantResult
 
+Cells = Sequence[str]
+
 
 class _Columns(NamedTuple):
     """Which columns a table has."""
@@ -156,3 +158,50 @@ def _epsilon(seeds: Sequence[GroupResult]) -> str:
         return format_epsilon(math.inf)
     epsilons = [group.epsilon for group in seeds if group.epsilon is not None]
     return format_epsilon(max(epsilons), 2) if epsilons else "–"
+
+
+def format_markdown(header: Cells, rows: Sequence[Cells], notes: Sequence[str] = (), texts: int = 1) -> str:
+    """Format cells as a Markdown table: the first columns are text, the others are numbers."""
+    lines = [header, [*["---"] * texts, *["---:"] * (len(header) - texts)], *rows]
+    table = "\n".join(f"| {' | '.join(map(_markdown, line))} |" for line in lines)
+    return "\n".join([table, *(f"\n{_markdown(note)}" for note in notes)]) + "\n"
+
+
+def _markdown(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
+    return escaped.replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+
+
+def format_latex(header: Cells, rows: Sequence[Cells], notes: Sequence[str] = (), texts: int = 1) -> str:
+    """Format cells as a LaTeX table of the package ``booktabs``: the first columns are text, the others are numbers."""
+    columns = "l" * texts + "r" * (len(header) - texts)
+    lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", _latex_row(header), r"\midrule"]
+    lines += [*map(_latex_row, rows), r"\bottomrule", r"\end{tabular}"]
+    return "\n".join(["% needs \\usepackage{booktabs}", *lines, *(rf"\par {_latex(note)}" for note in notes)]) + "\n"
+
+
+def _latex_row(cells: Cells) -> str:
+    return " & ".join(map(_latex, cells)) + r" \\"
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "\n": " ",
+    "–": "--",
+    "±": r"$\pm$",
+    "∞": r"$\infty$",
+    "ε": r"$\varepsilon$",
+    "Δ": r"$\Delta$",
+    "δ": r"$\delta$",
+    "λ": r"$\lambda$",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+}
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in text)

@@ -103,16 +103,6 @@ def test_examples_are_stored_in_the_directory(tmp_path, load_module):
     assert all((first[name] == second[name]).all() for name in first)
 
 
-def test_simulation_without_ray_is_refused(load_module, monkeypatch, capsys):
-    demo = load_module("demo")
-    monkeypatch.setattr(sys, "argv", ["demo.py", "--simulate", "2"])
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as error:
-        demo.main()
-    assert error.value.code == 2
-    assert "flwr[simulation]" in capsys.readouterr().err
-
-
 def test_torch_client_runs_in_the_example(tmp_path, load_module):
     pytest.importorskip("torch", reason="PyTorch is not installed")
     variant = run_app(tmp_path, load_module("torch_client"), load_module("server_app"))

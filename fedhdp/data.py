@@ -1,15 +1,18 @@
 """Federated data: the examples of every client, and the server's own test set.
 
 Examples are flat arrays with a start and a count for each client, so that memory follows their number; images stay
-``uint8``. Arrays may be memory-mapped: only a cohort's examples are read.
+``uint8``, and ``input_scale`` says what a byte means. Arrays may be memory-mapped: only a cohort's examples are read.
+
+A client has an id and, where it is known, a privacy level. Both belong to the client, not to its position.
 
 Axis letters: K clients, C clients of a cohort, N examples, M examples of one client, padded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -94,6 +97,10 @@ def from_lists(x_K: Sequence[np.ndarray], y_K: Sequence[np.ndarray]) -> Examples
     return examples(np.concatenate(x_K), np.concatenate(y_K), np.array([len(y) for y in y_K]))
 
 
+LevelSize: TypeAlias = int | float | Sequence[str]  # of a level: a count, a share of all clients, or its clients' ids
+NUMBER = (int, float, np.number)
+
+
 class FederatedData(NamedTuple):
     """Every client's examples and the server's test set.
 
@@ -105,6 +112,9 @@ class FederatedData(NamedTuple):
         server_y_N: Its targets.
         classes: The number of classes, or of outputs.
         validation: Examples that clients hold out to choose by, never trained on.
+        client_ids: The clients' ids, strings that differ. None: their numbers.
+        levels: Each client's privacy level, the name of its group. None: not known.
+        input_scale: Inputs are multiplied by it, as floats. None: floats reach the model as they are, integers as integers.
     """
 
     name: str
@@ -114,6 +124,9 @@ class FederatedData(NamedTuple):
     server_y_N: np.ndarray
     classes: int
     validation: Examples | None = None
+    client_ids: np.ndarray | None = None
+    levels: np.ndarray | None = None
+    input_scale: float | None = None
 
     @property
     def num_clients(self) -> int:
@@ -123,7 +136,96 @@ class FederatedData(NamedTuple):
     @property
     def input_shape(self) -> tuple[int, ...]:
         """The shape of one input."""
-        return self.server_x_N.shape[1:]
+        return self.template.x_N.shape[1:]
+
+    @property
+    def template(self) -> Examples:
+        """Examples in memory: their arrays tell the shape and type of inputs and targets."""
+        return self.train if isinstance(self.train, Examples) else self.test
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Each client's id, a string."""
+        if self.client_ids is not None:
+            return np.asarray(self.client_ids).astype(str)
+        return np.arange(self.num_clients).astype(f"<U{len(str(self.num_clients))}")
+
+    def with_levels(self, levels: Sequence[str] | np.ndarray | Mapping[str, Sequence[str]]) -> FederatedData:
+        """The data with these levels.
+
+        Args:
+            levels: Each client's level, in the order of the clients; or by level the ids of its clients.
+
+        Raises:
+            DataError: If there is not one level for each client, or no client with an id.
+        """
+        if isinstance(levels, Mapping):
+            return self.draw_levels({level: list(ids) for level, ids in levels.items()}, seed=0)
+        if len(levels) != self.num_clients:
+            message = f"there are {len(levels)} levels, but the data has {self.num_clients} clients"
+            raise DataError(message, "levels", len(levels))
+        return self._replace(levels=np.asarray(levels).astype(str))
+
+    def draw_levels(self, sizes: Mapping[str, LevelSize], seed: int) -> FederatedData:
+        """The data with levels that are drawn at random where no ids are given.
+
+        Args:
+            sizes: By level, its number of clients; as a float, its share of all clients; or the ids of its clients.
+            seed: Seed of the draw.
+
+        Raises:
+            DataError: If the sizes are not those of all clients, no client has an id, or a client has two levels.
+        """
+        names, index_K = list(sizes), np.full(self.num_clients, -1)
+        listed = {names.index(level): ids for level, ids in sizes.items() if not isinstance(ids, NUMBER)}
+        number_of = {client: number for number, client in enumerate(self.ids.tolist())} if listed else {}
+        for index, ids in listed.items():
+            for client in map(str, ids):
+                if client not in number_of:
+                    message = f"level {names[index]!r} has a client {client!r}, which the data does not have"
+                    raise DataError(message, "levels", client)
+                if (other := index_K[number_of[client]]) >= 0:
+                    message = f"client {client!r} has two levels, {names[other]!r} and {names[index]!r}"
+                    raise DataError(message, "levels", client)
+                index_K[number_of[client]] = index
+        counts = level_counts(sizes, self.num_clients)
+        drawn = [index for index in range(len(names)) if index not in listed]
+        rng = np.random.default_rng([seed, 0, 2])  # stream 0 is the data's; its stream 1 draws the validation examples
+        index_K[rng.permutation(np.flatnonzero(index_K < 0))] = np.repeat(drawn, [counts[names[i]] for i in drawn])
+        return self._replace(levels=np.array(names)[index_K])
+
+
+def level_counts(sizes: Mapping[str, LevelSize], clients: int) -> dict[str, int]:
+    """The number of clients of each level.
+
+    Args:
+        sizes: By level a count, a share of all clients, or ids. Shares are rounded so that all clients have a level.
+        clients: The number of all clients.
+
+    Raises:
+        DataError: If a size is negative, a share is above 1, or they do not add up.
+    """
+    quotas = {level: _quota(level, size, clients) for level, size in sizes.items()}
+    counts = {level: math.floor(quota) for level, quota in quotas.items()}
+    rounded = [level for level in quotas if counts[level] < quotas[level]]
+    rounded.sort(key=lambda level: counts[level] - quotas[level])
+    for level in rounded[: max(0, clients - sum(counts.values()))]:
+        counts[level] += 1
+    if (total := sum(counts.values())) != clients:
+        parts = ", ".join(f"{level} {count:,}" for level, count in counts.items())
+        message = f"levels add up to {total:,} clients ({parts}), but the data has {clients:,}"
+        raise DataError(message, "levels", total)
+    return counts
+
+
+def _quota(level: str, size: LevelSize, clients: int) -> float:
+    """The number of clients of a level, not rounded."""
+    if not isinstance(size, NUMBER):
+        return len(size)
+    is_count = isinstance(size, int | np.integer)
+    if not 0 <= size <= (math.inf if is_count else 1):
+        raise DataError(f"level {level!r} must have a count, or a share of at most 1, got {size}", "levels", size)
+    return int(size) if is_count else round(float(size) * clients, 6)
 
 
 def hold_out(data: FederatedData, share: float, seed: int) -> FederatedData:

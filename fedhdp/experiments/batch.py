@@ -189,10 +189,11 @@ class VariantBatch:
             costs_of, targets = partial(billing.costs, rounds=rounds), experiment.epsilon_targets(variant)
             groups = account_groups(mechanism, costs_of, experiment.delta_of, experiment.run_accountant, targets)
             result = VariantResult(variant.name, variant.algorithm, rounds, seconds, experiment.repeatable, groups)
+            result.metrics = self.simulation.metrics
             result.stopped = self.stopped
             results.append(attach_metrics(result, history))
         for number in reversed(range(len(results))):
-            variant_scores = {model: score_KV[:, number].astype(np.float32) for model, score_KV in scores.items()}
+            variant_scores = {name: score_KV[:, number].astype(np.float32) for name, score_KV in scores.items()}
             self.parts[number].finish(self.simulation.named_parameters(number), results[number], variant_scores)
         (self.parts[0].path / personal_store.FILE_NAME).unlink(missing_ok=True)
         return results

@@ -212,7 +212,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return mechanism
         from fedhdp.theory.planning import with_optimal_weights
 
-        count = partial(count_parameters, self.data, self.model, mechanism, self.seed)
+        count = partial(count_parameters, self.data, self.model, self.mechanism, self.seed)
         return with_optimal_weights(mechanism, self.rounds, count, free)
 
     def epsilon_targets(self, variant: Variant) -> dict[str, float]:

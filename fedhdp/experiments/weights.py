@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from fedhdp.experiments.components import DataConfig, FemnistConfig, HandwritingConfig, MnistConfig, ModelConfig
-from fedhdp.mechanism import Mechanism
+from fedhdp.privacy.calibration import MechanismConfig
 
 PIXELS = 28 * 28
 
 
-def count_parameters(data: DataConfig, model: ModelConfig, mechanism: Mechanism, seed: int) -> int:
+def count_parameters(data: DataConfig, model: ModelConfig, mechanism: MechanismConfig, seed: int) -> int:
     """Count the parameters of a model, without initializing it; data are loaded only if their shape is not known.
 
     Args:

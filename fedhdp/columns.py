@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -243,7 +243,7 @@ class Encoder(NamedTuple):
     def _one_hot(self, cells_N: np.ndarray, name: str) -> list[np.ndarray]:
         texts_N = _texts(cells_N, name)
         if name in self.closed:
-            for row in np.flatnonzero(~np.isin(texts_N, self.values[name])):
+            for row in np.flatnonzero(~np.isin(texts_N, self.values[name])).tolist():
                 _refuse(name, f"one of {', '.join(self.values[name])}", str(texts_N[row]), row)
         return [texts_N == value for value in self.values[name]]
 
@@ -276,35 +276,45 @@ def make_encoder(
     Raises:
         DataError: If a field names no feature, or the values of a column of text are not known.
     """
-    for field, names in (("categories", categories), ("fill", fill), ("standardize", moments)):
-        for name in names or ():
-            if name not in features:
-                raise DataError(f"{field} must name features ({', '.join(features)}), got {name!r}", field, name)
-    for name, (mean, deviation) in (moments or {}).items():
-        if name in (categories or {}):
-            raise DataError(
-                f"standardize must name columns of numbers, got {name!r} of categories", "standardize", name
-            )
-        if not (np.isfinite(mean) and 0 < deviation < np.inf):
-            value = [mean, deviation]
-            raise DataError(f"standardize.{name} must be a mean and a deviation above 0, got {value}", name, value)
+    _check_options(features, categories or {}, fill or {}, moments or {})
     values = {name: tuple(map(str, values)) for name, values in (categories or {}).items()}
     fill, numbers = dict(fill or {}), dict(moments or {})
     for name in features:
         cells_N = column(columns, name, "features")
         if name in values or cells_N.ndim > 1:
             continue
+        if _is_text(cells_N) and source is None:
+            value = next(cell for cell in cells_N.tolist() if not is_missing(cell))
+            rule = f"a number, unless categories.{name} lists its values"
+            _refuse(name, rule, value, cells_N.tolist().index(value))
+        if source is None:
+            continue
+        source_N = _filled(column(source, name, "features"), fill, name)
         if _is_text(cells_N):
-            if source is None:
-                value = next(cell for cell in cells_N.tolist() if not is_missing(cell))
-                rule = f"a number, unless categories.{name} lists its values"
-                _refuse(name, rule, value, cells_N.tolist().index(value))
-            texts_N = _texts(_filled(source[name], fill, name), name)
-            values[name] = tuple(np.unique(texts_N).tolist())
-        elif source is not None:
-            number_N = _numbers(_filled(source[name], fill, name), name)
+            values[name] = tuple(np.unique(_texts(source_N, name)).tolist())
+        else:
+            number_N = _numbers(source_N, name)
             numbers[name] = (float(number_N.mean()), float(number_N.std()) or 1.0)
     return Encoder(tuple(features), values, numbers, fill, closed=frozenset(categories or ()))
+
+
+def _check_options(
+    features: Sequence[str],
+    categories: Mapping[str, Sequence[Any]],
+    fill: Mapping[str, Any],
+    moments: Mapping[str, Moments],
+) -> None:
+    """Raise `DataError` if an option names no feature, or moments are out of range."""
+    for field, names in (("categories", categories), ("fill", fill), ("standardize", moments)):
+        for name in names:
+            if name not in features:
+                raise DataError(f"{field} must name features ({', '.join(features)}), got {name!r}", field, name)
+    for name, (mean, deviation) in moments.items():
+        if name in categories:
+            raise DataError(f"standardize must name columns of numbers, got {name!r} of text", "standardize", name)
+        if not (np.isfinite(mean) and 0 < deviation < np.inf):
+            value = [mean, deviation]
+            raise DataError(f"standardize.{name} must be a mean and a deviation above 0, got {value}", name, value)
 
 
 def _is_text(cells_N: np.ndarray) -> bool:
@@ -341,7 +351,7 @@ def _numbers(cells_N: np.ndarray, name: str) -> np.ndarray:
             if not _is_number(cell):
                 _refuse(name, "a number", cell, row)
     number_N = cells_N.astype(np.float64)
-    for row in np.flatnonzero(~np.isfinite(number_N)):
+    for row in np.flatnonzero(~np.isfinite(number_N)).tolist():
         if np.isnan(number_N[row]):
             _refuse_missing_cell(name, row)
         _refuse(name, "finite", float(number_N[row]), row)
@@ -356,10 +366,10 @@ def _texts(cells_N: np.ndarray, name: str) -> np.ndarray:
     return cells_N.astype(str)
 
 
-def _refuse_missing_cell(name: str, row: int) -> None:
+def _refuse_missing_cell(name: str, row: int) -> NoReturn:
     message = f"{name} is missing in row {row + 1}; fill.{name} can state a value for missing ones"
     raise DataError(message, name, None)
 
 
-def _refuse(name: str, rule: str, value: object, row: int | np.integer) -> None:
+def _refuse(name: str, rule: str, value: object, row: int) -> NoReturn:
     raise DataError(f"{name} must be {rule}, got {value!r} in row {row + 1}", name, value)

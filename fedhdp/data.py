@@ -10,16 +10,25 @@ Axis letters: K clients, C clients of a cohort, N examples, M examples of one cl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from fedhdp.columns import Standardize, huggingface_columns, table_arrays, torch_arrays
 from fedhdp.errors import DataError, require
-from fedhdp.rows import class_targets, input_array, order_by_client, partition_rows, share_or_arrays
+from fedhdp.rows import (
+    NUMBER,
+    VALIDATION,
+    LevelSize,
+    class_targets,
+    client_generator,
+    input_array,
+    level_counts,
+    order_by_client,
+    partition_rows,
+    share_or_arrays,
+)
 
 
 class ExampleSource(Protocol):
@@ -98,9 +107,6 @@ def from_lists(x_K: Sequence[np.ndarray], y_K: Sequence[np.ndarray]) -> Examples
         if len(x) != len(y):
             raise DataError(f"client {client} has {len(x)} inputs and {len(y)} targets", "y_K", len(y))
     return examples(np.concatenate(x_K), np.concatenate(y_K), np.array([len(y) for y in y_K]))
-
-
-LevelSize: TypeAlias = int | float | Sequence[str]  # of a level: a count, a share of all clients, or its clients' ids
 
 
 class FederatedData(NamedTuple):
@@ -270,35 +276,20 @@ class FederatedData(NamedTuple):
         A column of images, of arrays or of lists of one length is taken as it is where it is the only feature. The names
         of a ``ClassLabel`` are kept.
         """
-        features = others.get("features")
-        wanted = (
-            None if features is None else [name for name in (client, label, level, *features) if isinstance(name, str)]
-        )
-        frame, *parts = (huggingface_columns(part, wanted) for part in (dataset, test, server))
         names = getattr(dataset.features.get(label), "names", None)
-        return cls.from_dataframe(
-            frame, client, label, level, *parts, **({"name": "dataset", "classes": names} | others)
-        )
+        options: dict[str, Any] = {"name": "dataset", "classes": names} | others
+        columns = None if options.get("features") is None else [client, label, level, *options["features"]]
+        parts = [huggingface_columns(part, columns) for part in (dataset, test, server)]
+        return cls.from_dataframe(parts[0], client, label, level, parts[1], parts[2], **options)
 
     @classmethod
     def from_torch(
-        cls,
-        dataset: Any,
-        client: Any,
-        level: Any = None,
-        test: Any = 0.2,
-        server: Any = None,
-        **others: Any,
+        cls, dataset: Any, client: Any, level: Any = None, test: Any = 0.2, server: Any = None, **others: Any
     ) -> FederatedData:
-        """Data from a map-style PyTorch dataset of ``(x, y)``.
+        """Data from a map-style PyTorch dataset of ``(x, y)``, with the arguments of `from_arrays`.
 
-        Args:
-            dataset: The dataset; all of its examples are read.
-            client: Each example's client, in the order of the dataset.
-            level: As in `from_arrays`.
-            test: As in `from_arrays`; examples are ``(dataset, client)``.
-            server: As in `from_arrays`; examples are a dataset.
-            **others: ``name``, ``classes``, ``input_scale`` and ``seed`` of `from_arrays`.
+        ``client`` has each example's client, in the order of the dataset. Test examples are ``(dataset, client)``, the
+        server's are a dataset.
 
         Raises:
             DataError: If it has no length, or its examples differ in shape.
@@ -336,7 +327,7 @@ class FederatedData(NamedTuple):
             DataError: If the sizes are not those of all clients, no client has an id, or a client has two levels.
         """
         names, index_K = list(sizes), np.full(self.num_clients, -1)
-        listed = {names.index(level): ids for level, ids in sizes.items() if not isinstance(ids, Real)}
+        listed = {names.index(level): ids for level, ids in sizes.items() if not isinstance(ids, NUMBER)}
         number_of = {client: number for number, client in enumerate(self.ids.tolist())} if listed else {}
         for index, ids in listed.items():
             for client in map(str, ids):
@@ -352,39 +343,6 @@ class FederatedData(NamedTuple):
         rng = np.random.default_rng([seed, 0, 2])  # stream 0 is the data's; its stream 1 draws the validation examples
         index_K[rng.permutation(np.flatnonzero(index_K < 0))] = np.repeat(drawn, [counts[names[i]] for i in drawn])
         return self._replace(levels=np.array(names)[index_K])
-
-
-def level_counts(sizes: Mapping[str, LevelSize], clients: int) -> dict[str, int]:
-    """The number of clients of each level.
-
-    Args:
-        sizes: By level a count, a share of all clients, or ids. Shares are rounded so that all clients have a level.
-        clients: The number of all clients.
-
-    Raises:
-        DataError: If a size is negative, a share is above 1, or they do not add up.
-    """
-    quotas = {level: _quota(level, size, clients) for level, size in sizes.items()}
-    counts = {level: math.floor(quota) for level, quota in quotas.items()}
-    rounded = [level for level in quotas if counts[level] < quotas[level]]
-    rounded.sort(key=lambda level: counts[level] - quotas[level])
-    for level in rounded[: max(0, clients - sum(counts.values()))]:
-        counts[level] += 1
-    if (total := sum(counts.values())) != clients:
-        parts = ", ".join(f"{level} {count:,}" for level, count in counts.items())
-        message = f"levels add up to {total:,} clients ({parts}), but the data has {clients:,}"
-        raise DataError(message, "levels", total)
-    return counts
-
-
-def _quota(level: str, size: LevelSize, clients: int) -> float:
-    """The number of clients of a level, not rounded."""
-    if not isinstance(size, Real):
-        return len(size)
-    is_count = isinstance(size, Integral)
-    if not 0 <= size <= (math.inf if is_count else 1):
-        raise DataError(f"level {level!r} must have a count, or a share of at most 1, got {size}", "levels", size)
-    return int(size) if is_count else round(float(size) * clients, 6)
 
 
 def hold_out(data: FederatedData, share: float, seed: int) -> FederatedData:
@@ -407,14 +365,13 @@ def hold_out(data: FederatedData, share: float, seed: int) -> FederatedData:
         raise DataError(f"{data.name} is generated on demand: nothing can be held out of it", "validation", share)
     at_least_one_K = np.clip(np.round(share * train.count_K), 1, train.count_K - 1)
     held_out_K = np.where(train.count_K > 1, at_least_one_K, 0).astype(int)
+    keys = range(data.num_clients) if data.client_ids is None else data.ids.tolist()
     train_rows, validation_rows = [], []
-    for client, (start, count, held_out) in enumerate(zip(train.start_K, train.count_K, held_out_K, strict=True)):
-        order = start + np.random.default_rng([seed, 0, 1, client]).permutation(count)
+    for key, start, count, held_out in zip(keys, train.start_K, train.count_K, held_out_K, strict=True):
+        order = start + client_generator(seed, VALIDATION, key).permutation(count)
         train_rows.append(np.sort(order[held_out:]))
         validation_rows.append(np.sort(order[:held_out]))
-
-    def at(rows: list[np.ndarray], count_K: np.ndarray) -> Examples:
-        row_N = np.concatenate(rows)
-        return examples(train.x_N[row_N], train.y_N[row_N], count_K)
-
-    return data._replace(train=at(train_rows, train.count_K - held_out_K), validation=at(validation_rows, held_out_K))
+    parts = ((train_rows, train.count_K - held_out_K), (validation_rows, held_out_K))
+    row_parts = ((np.concatenate(rows), count_K) for rows, count_K in parts)
+    rest, held = (examples(train.x_N[row_N], train.y_N[row_N], count_K) for row_N, count_K in row_parts)
+    return data._replace(train=rest, validation=held)

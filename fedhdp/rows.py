@@ -9,14 +9,19 @@ Axis letters: N rows, K clients.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from fedhdp.errors import DataError, require
 
-HOLD_OUT = 3  # the stream of what is held out, among those of the data's seed
+VALIDATION, TEST = 1, 3  # the streams of what is held out; stream 2 draws levels
+
+
+LevelSize: TypeAlias = int | float | Sequence[str]  # of a level: a count, a share of all clients, or its clients' ids
+NUMBER = (int, float, np.number)
 
 
 class Partition(NamedTuple):
@@ -67,7 +72,7 @@ def partition_rows(client: Any, level: Any, test: float, server: float, seed: in
         num_server = min(round(server * count), count - 1)
         at_least = 1 if test > 0 else 0
         num_test = max(0, min(max(round(test * count), at_least), count - num_server - 1))
-        shuffled_M = row_M[_generator(seed, client_id).permutation(count)] if test or server else row_M
+        shuffled_M = row_M[client_generator(seed, TEST, str(client_id)).permutation(count)] if test or server else row_M
         for part, rows in zip(parts, np.split(shuffled_M, [num_server, num_server + num_test]), strict=True):
             part.append(np.sort(rows))
     server_N, test_N, train_N = (np.concatenate(part) for part in parts)
@@ -97,7 +102,7 @@ def share_or_arrays(field: str, value: Any, names: Sequence[str]) -> tuple[float
     Raises:
         DataError: If it is neither.
     """
-    if value is None or isinstance(value, int | float | np.number):
+    if value is None or isinstance(value, NUMBER):
         return float(value or 0), None
     if isinstance(value, tuple | list) and len(value) == len(names):
         sizes = [len(array) for array in value]
@@ -122,9 +127,16 @@ def input_array(x: Any, count: int) -> np.ndarray:
     return x_N
 
 
-def _generator(seed: int, client_id: str) -> np.random.Generator:
-    words = np.frombuffer(hashlib.sha256(client_id.encode()).digest()[:16], "<u4")
-    return np.random.default_rng([seed, 0, HOLD_OUT, *words.tolist()])
+def client_generator(seed: int, purpose: int, client: int | str) -> np.random.Generator:
+    """A client's own random numbers: other clients change nothing.
+
+    Args:
+        seed: The seed of the data.
+        purpose: ``VALIDATION`` or ``TEST``.
+        client: The client's number, or its id, which it has in other data too.
+    """
+    words = [client] if isinstance(client, int) else np.frombuffer(hashlib.sha256(client.encode()).digest()[:16], "<u4")
+    return np.random.default_rng([seed, 0, purpose, *words])
 
 
 def client_ids(client: Any, field: str = "client") -> np.ndarray:
@@ -186,6 +198,39 @@ def _level_of_rows(level_N: np.ndarray, ids: np.ndarray, client_N: np.ndarray) -
 
 def _text(value: object) -> str:
     return "" if is_missing(value) else str(value)
+
+
+def level_counts(sizes: Mapping[str, LevelSize], clients: int) -> dict[str, int]:
+    """The number of clients of each level.
+
+    Args:
+        sizes: By level a count, a share of all clients, or ids. Shares are rounded so that all clients have a level.
+        clients: The number of all clients.
+
+    Raises:
+        DataError: If a size is negative, a share is above 1, or they do not add up.
+    """
+    quotas = {level: _quota(level, size, clients) for level, size in sizes.items()}
+    counts = {level: math.floor(quota) for level, quota in quotas.items()}
+    rounded = [level for level in quotas if counts[level] < quotas[level]]
+    rounded.sort(key=lambda level: counts[level] - quotas[level])
+    for level in rounded[: max(0, clients - sum(counts.values()))]:
+        counts[level] += 1
+    if (total := sum(counts.values())) != clients:
+        parts = ", ".join(f"{level} {count:,}" for level, count in counts.items())
+        message = f"levels add up to {total:,} clients ({parts}), but the data has {clients:,}"
+        raise DataError(message, "levels", total)
+    return counts
+
+
+def _quota(level: str, size: LevelSize, clients: int) -> float:
+    """The number of clients of a level, not rounded."""
+    if not isinstance(size, NUMBER):
+        return len(size)
+    is_count = isinstance(size, int | np.integer)
+    if not 0 <= size <= (math.inf if is_count else 1):
+        raise DataError(f"level {level!r} must have a count, or a share of at most 1, got {size}", "levels", size)
+    return int(size) if is_count else round(float(size) * clients, 6)
 
 
 def class_targets(

@@ -28,9 +28,9 @@ def test_rows_go_to_their_clients():
     for k in range(5):
         rows = rows_of(data.train, k) + rows_of(data.test, k)
         rows += [x for x in data.server_x_N[:, 0].tolist() if CLIENT[x // 2] == k]
-        assert sorted(rows) == X[CLIENT == k, 0].tolist()
+        assert sorted(rows) == X[k == CLIENT, 0].tolist()
         assert data.train.count_K[k] >= 1
-        assert bool(data.test.count_K[k]) == ((CLIENT == k).sum() > 1)
+        assert bool(data.test.count_K[k]) == (np.count_nonzero(k == CLIENT) > 1)
     assert 0 < len(data.server_x_N) < 12
     assert data.train.x_N.dtype == X.dtype
     for part in (data.train, data.test):

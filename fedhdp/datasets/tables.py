@@ -51,8 +51,8 @@ def load_table(
             with _errors_in(part):
                 parts[number] = _read_table(Path(part), text_columns)
     with _errors_in(path):
-        table, *tests = parts
-        return FederatedData.from_dataframe(table, client, label, level, *tests, **({"name": Path(path).stem} | others))
+        options: dict[str, Any] = {"test": parts[1], "server": parts[2], "name": Path(path).stem} | others
+        return FederatedData.from_dataframe(parts[0], client, label, level, **options)
 
 
 def _read_table(path: Path, text_columns: list[str]) -> Any:
@@ -91,12 +91,12 @@ def load_npz(path: str | Path, test: float | None = 0.2, server: float | None = 
     """
     with _errors_in(path):
         arrays = _read_npz(Path(path))
-        shares: dict[str, Any] = {"test": test, "server": server}
+        options: dict[str, Any] = {"test": test, "server": server, "name": Path(path).stem} | others
         for field, names in PARTS.items():
-            if field in shares and names[0] in arrays:
-                shares[field] = tuple(arrays[name] for name in names)
-        rows = [arrays[name] for name in PARTS["train"]]
-        return FederatedData.from_arrays(*rows, arrays.get("level"), **shares, **({"name": Path(path).stem} | others))
+            if names[0] in arrays:
+                options[field] = tuple(arrays[name] for name in names)
+        x_N, y_N, client_N = options.pop("train")
+        return FederatedData.from_arrays(x_N, y_N, client_N, arrays.get("level"), **options)
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:

@@ -112,7 +112,11 @@ class FedHDP(Strategy):
     def admit(self, grid: Grid) -> None:
         """Let newly enrolled clients take part, and size the server's state for the mechanism's groups."""
         self.registry.poll(grid)
-        self.billing.admit(self.registry.members)
+        members = dict(self.registry.members)
+        refused_levels = self.billing.refused_levels(members)
+        for client in [client for client, level in members.items() if level in refused_levels]:
+            self.registry.withdraw(client, f"level {members.pop(client)} allows no round of this run")
+        self.billing.admit(members)
         mechanism = self.billing.mechanism
         if self.state is None:
             theta_P = jnp.asarray(flatten(self.initial_arrays))
@@ -180,8 +184,8 @@ class FedHDP(Strategy):
         log(INFO, "%s; levels from the strictest on: %s", pluralize(self.deployment.rounds), levels)
 
     def _clients(self) -> list[tuple[str, int]]:
-        """Every client with its group's number, in the mechanism's order."""
-        members = self.registry.members.items()
+        """Every admitted client with its group's number, in the mechanism's order."""
+        members = self.billing.members.items()
         groups = enumerate(group.name for group in self.billing.mechanism.groups)
         return [(client, number) for number, name in groups for client, level in members if level == name]
 

@@ -130,7 +130,7 @@ def test_torch_trainer_equals_jax_trainer(load_module):
     )
     start = initial_arrays(model, 0)
     personal = {name: array + 0.1 for name, array in start.items()}
-    jax_models = jax_trainer(model, training, x_N, y_N).fit(start, personal, 0.2, 0)
+    jax_models = jax_trainer(model, training, x_N, y_N, input_scale=1 / 255).fit(start, personal, 0.2, 0)
     torch_models = torch_trainer.fit(start, personal, 0.2, 0)
     for jax_model, torch_model in zip(jax_models, torch_models, strict=True):
         assert set(jax_model) == set(torch_model)

@@ -114,7 +114,7 @@ def test_every_package_has_a_rule():
     [
         ("dp_accounting", {"privacy"}),
         ("flwr", {"flower"}),
-        ("matplotlib", {"reproduction"}),
+        ("matplotlib", {"reproduction", "results"}),
         ("sqlite3", {"privacy", "datasets"}),
     ],
 )

@@ -220,7 +220,8 @@ def client_examples(examples: Examples, number: int) -> tuple[np.ndarray, np.nda
 def _jax_trainer(context: Context) -> Trainer:
     number = int(context.node_config["partition-id"])
     test = client_examples(DATA.test, number)
-    return jax_trainer(MODEL, TRAINING, *client_examples(DATA.train, number), test=test, batches=(SEED, number))
+    train, batches = client_examples(DATA.train, number), (SEED, number)
+    return jax_trainer(MODEL, TRAINING, *train, test=test, batches=batches, input_scale=DATA.input_scale)
 
 
 def plain_trainer(context: Context) -> Trainer:

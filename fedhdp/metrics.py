@@ -183,6 +183,11 @@ BUILT_IN = {
 NAMES = (*BUILT_IN, "loss")
 
 
+def is_metric_name(name: str) -> bool:
+    """Whether a metric may have this name."""
+    return NAME.fullmatch(name) is not None and RESERVED.fullmatch(name) is None
+
+
 def resolve(
     metrics: Sequence[str | Callable[..., Any] | Metric], loss: Callable[[Array, Array], Array]
 ) -> tuple[Metric, ...]:
@@ -212,11 +217,11 @@ def _resolve(metric: str | Callable[..., Any] | Metric, loss: Callable[[Array, A
             raise ModelError(f"metrics must be of {', '.join(NAMES)} or functions, got {metric!r}", "metrics", metric)
         return BUILT_IN[metric]
     if not isinstance(metric, Metric):
-        metric = Metric(getattr(metric, "__name__", type(metric).__name__), metric)
+        metric = Metric(getattr(metric, "__name__", ""), metric)
     name = metric.name
-    if not isinstance(name, str) or not NAME.fullmatch(name) or RESERVED.fullmatch(name) or name in NAMES:
+    if not isinstance(name, str) or not is_metric_name(name) or name in NAMES:
         hint = "another name; name a function with Metric(name, function)"
-        raise ModelError(f"metrics: {name!r} must have {hint}", "metrics", name)
+        raise ModelError(f"metrics: a function of the name {name!r} needs {hint}", "metrics", name)
     if not callable(metric.function) or _arity(metric.function) not in (2, 3):
         rule = "must be a function of (outputs, labels) or of (outputs, labels, mask)"
         raise ModelError(f"metrics: {name} {rule}, got {metric.function!r}", "metrics", name)

@@ -44,6 +44,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 EXPERIMENT_FILE, RUN_FILE, SUMMARY_FILE, LOCK_FILE = "experiment.toml", "run.json", "summary.json", ".lock"
+RUNS_FILE = "runs.json"  # of a folder of several runs
 HISTORY_FILE, CHECKPOINT_FILE = "history.csv", "checkpoint.npz"
 MODEL_FILE, SCORES_FILE, RESULT_FILE = "model.npz", "scores.npz", "result.json"
 

@@ -12,6 +12,8 @@ from fedhdp.privacy.accounting import format_epsilon
 from fedhdp.results.metrics import half_interval
 from fedhdp.results.schema import GroupResult, MetricInfo, VariantResult
 
+Cells = Sequence[str]
+
 
 class _Columns(NamedTuple):
     """Which columns a table has."""
@@ -104,10 +106,17 @@ def footnotes(variants: list[VariantResult]) -> list[str]:
     for variant in variants:
         for group in variant.groups:
             if group.epsilon is not None and group.epsilon_basis is not None:
-                pld = "" if group.epsilon_pld is None else f", by PLD {format_epsilon(group.epsilon_pld, 3)}"
-                line = f"ε {group.name} = {format_epsilon(group.epsilon, 3)}{pld}: {group.epsilon_basis}"
+                line = f"ε {group.name} = {format_epsilon(group.epsilon, 3)}: {group.epsilon_basis}"
+                lines.setdefault(line, []).append(variant.name)
+            if group.surplus is not None:
+                line = f"ε {group.name} is smaller than it need be, at {group.surplus}"
+                lines.setdefault(line, []).append(variant.name)
+            elif variant.algorithm == "dp_fedavg" and (group.epsilon or 0.0) < 0.97 * (group.epsilon_target or 0.0):
+                line = "ε of every group is that of the strictest, whose noise the algorithm gives to all"
                 lines.setdefault(line, []).append(variant.name)
     notes = [f"{line} [{'; '.join(dict.fromkeys(names))}]" for line, names in lines.items()]
+    if any(group.epsilon_target is not None for variant in variants for group in variant.groups):
+        notes.insert(0, "ε: asked for → had")
     for variant in variants:
         refused = sum(group.refused for group in variant.groups)
         if variant.stopped:
@@ -151,8 +160,59 @@ def _format_cell(metric: MetricInfo, values: Sequence[tuple[float | None, float 
 
 
 def _epsilon(seeds: Sequence[GroupResult]) -> str:
-    """A group's largest epsilon among the seeds."""
-    if any(group.unprotected for group in seeds):
-        return format_epsilon(math.inf)
-    epsilons = [group.epsilon for group in seeds if group.epsilon is not None]
-    return format_epsilon(max(epsilons), 2) if epsilons else "–"
+    """The epsilon that a group asked for, if it asked for one, and its largest among the seeds."""
+    epsilons = [math.inf if group.unprotected else group.epsilon for group in seeds]
+    known = [epsilon for epsilon in epsilons if epsilon is not None]
+    had = format_epsilon(max(known), 2) if known else "–"
+    target = seeds[0].epsilon_target
+    if target is None or target == math.inf == max(known, default=None):
+        return had
+    return f"{format_epsilon(target)} → {had}"
+
+
+def format_markdown(header: Cells, rows: Sequence[Cells], notes: Sequence[str] = (), texts: int = 1) -> str:
+    """Format cells as a Markdown table: the first columns are text, the others are numbers."""
+    lines = [header, [*["---"] * texts, *["---:"] * (len(header) - texts)], *rows]
+    table = "\n".join(f"| {' | '.join(map(_markdown, line))} |" for line in lines)
+    return "\n".join([table, *(f"\n{_markdown(note)}" for note in notes)]) + "\n"
+
+
+def _markdown(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
+    return escaped.replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+
+
+def format_latex(header: Cells, rows: Sequence[Cells], notes: Sequence[str] = (), texts: int = 1) -> str:
+    """Format cells as a LaTeX table of the package ``booktabs``: the first columns are text, the others are numbers."""
+    columns = "l" * texts + "r" * (len(header) - texts)
+    lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", _latex_row(header), r"\midrule"]
+    lines += [*map(_latex_row, rows), r"\bottomrule", r"\end{tabular}"]
+    return "\n".join(["% needs \\usepackage{booktabs}", *lines, *(rf"\par {_latex(note)}" for note in notes)]) + "\n"
+
+
+def _latex_row(cells: Cells) -> str:
+    return " & ".join(map(_latex, cells)) + r" \\"
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "\n": " ",
+    "–": "--",
+    "±": r"$\pm$",
+    "→": r"$\to$",
+    "∞": r"$\infty$",
+    "ε": r"$\varepsilon$",
+    "Δ": r"$\Delta$",
+    "δ": r"$\delta$",
+    "λ": r"$\lambda$",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+}
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in text)

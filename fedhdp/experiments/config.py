@@ -17,6 +17,7 @@ from fedhdp.errors import ConfigError, InvalidValueError, require
 from fedhdp.experiments import components
 from fedhdp.experiments.components import DataConfig, MlpConfig, ModelConfig, PythonFile, describe_data
 from fedhdp.experiments.errors import FieldNames, config_error
+from fedhdp.experiments.file_data import DataFiles
 from fedhdp.experiments.weights import count_parameters
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, Sampling
 from fedhdp.optimizers import require_tables
@@ -154,8 +155,9 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _check_groups(self) -> None:
         names = [group.name for group in self.mechanism.groups]
         total = sum(group.clients for group in self.mechanism.groups)
-        rule = f"groups with {self.data.clients} clients in total, as data.clients"
-        require(total == self.data.clients, "mechanism.groups", total, rule)
+        if not isinstance(self.data, DataFiles):
+            rule = f"groups with {self.data.clients} clients in total, as data.clients"
+            require(total == self.data.clients, "mechanism.groups", total, rule)
         budgets = list(self.budgets)
         require(not budgets or self.ledger is not None, "budgets", budgets, "empty without a ledger")
         for name in budgets:
@@ -239,15 +241,15 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def resolve(self, directory: Path) -> Experiment:
         """The same experiment with the paths that are relative to this directory made absolute."""
-        return self._with_files(lambda file: file.resolve(directory), self.ledger and str(directory / self.ledger))
+        return self._with_files(lambda files: files.resolve(directory), self.ledger and str(directory / self.ledger))
 
     def pin(self) -> Experiment:
-        """The same experiment with absolute paths and the checksums of its Python files."""
-        return self._with_files(PythonFile.pin, self.ledger and str(Path(self.ledger).absolute()))
+        """The same experiment with absolute paths and the checksums of its files."""
+        return self._with_files(lambda files: files.pin(), self.ledger and str(Path(self.ledger).absolute()))
 
-    def _with_files(self, change: Callable[[PythonFile], PythonFile], ledger: str | None) -> Experiment:
+    def _with_files(self, change: Callable[[Any], Any], ledger: str | None) -> Experiment:
         components = {"data": self.data, "model": self.model}
-        files = {name: change(value) for name, value in components.items() if isinstance(value, PythonFile)}
+        files = {name: change(value) for name, value in components.items() if isinstance(value, PythonFile | DataFiles)}
         return msgspec.structs.replace(self, ledger=ledger, **files)
 
 

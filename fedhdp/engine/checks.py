@@ -62,6 +62,7 @@ def _check_model(data: FederatedData, model: Model) -> Any:
     if not dtypes or not all(dtype.startswith("float") for dtype in dtypes):
         names = ", ".join(sorted(dtypes)) or "none"
         raise ModelError(f"the model's parameters must be arrays of floats, got {names}", "parameters", names)
+    _shape("apply", lambda x_N: model.apply(model.init(key), x_N, None), x_N)
     outputs = _shape("apply", lambda x_N: model.apply(model.init(key), x_N, key), x_N)
     shape = _shape("loss", model.loss, outputs, y_N).shape
     if shape != (2,):
@@ -95,9 +96,10 @@ def _shape(field: str, function: Callable[..., Array], *arguments: Any) -> Any:
         return jax.eval_shape(function, *arguments)
     except FedHDPError:
         raise
-    except (TypeError, ValueError, IndexError, KeyError) as error:
+    except Exception as error:  # a user's function, and the library that it uses
         shapes = " and ".join(f"{argument.dtype}{list(argument.shape)}" for argument in arguments)
-        message = f"the model's {field} failed with {shapes}: {type(error).__name__}: {error}"
+        cause = str(error).strip().split("\n")[0]
+        message = f"the model's {field} failed with {shapes}: {type(error).__name__}: {cause}"
         raise ModelError(message, field, shapes) from error
 
 

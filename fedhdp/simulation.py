@@ -27,8 +27,8 @@ from fedhdp.engine.placement import Placement, make_slot_table
 from fedhdp.engine.round import Engine, EngineConfig, ExampleArrays, RoundParamsBatch
 from fedhdp.errors import DataError, ModelError, RunError, require
 from fedhdp.mechanism import Mechanism
-from fedhdp.models import Array, Model, Parameters
-from fedhdp.results.metrics import MetricRow, evaluation_rows
+from fedhdp.models import Array, Model, Parameters, parameter_sizes
+from fedhdp.results.metrics import MetricRow, clip_rows, evaluation_rows
 from fedhdp.results.schema import SimulationResult
 from fedhdp.results.store import read_arrays, write_arrays
 from fedhdp.rng import BATCHES, COHORT, MODEL, NOISE, os_entropy, stream
@@ -99,6 +99,8 @@ class Simulation:
             raise DataError(message, "groups", clients)
         check_data(data, model)
         config = engine_config(data, model, self.training, self.run_of)
+        sizes = parameter_sizes(jax.eval_shape(model.init, jax.random.key(0)))
+        config = config._replace(layers=server.make_layers(self.mechanism, sizes))
         self.engine = _engine(model, self.training, self.server_optimizer, config)
         self.group_K = self.mechanism.client_group_indices
         personalize = self.training.personalize
@@ -130,6 +132,8 @@ class Simulation:
         """
         cohorts = {mechanism.cohort_distribution for mechanism in mechanisms}
         require(len(cohorts) == 1, "mechanisms", len(cohorts), "such that all draw the same cohorts")
+        layers = {mechanism.layers for mechanism in mechanisms}
+        require(len(layers) == 1, "mechanisms", len(layers), "such that all clip the same layers")
         require(len(mechanisms) == len(self.run_of), "mechanisms", len(mechanisms), f"{len(self.run_of)}, as there are")
         for mechanism in mechanisms:
             self.training.check(mechanism)
@@ -261,8 +265,8 @@ class Simulation:
             of_server = {model: float(score_R[r]) for model, score_R in server_scores.items()}
             of_clients = {model: score_KV[:, v] for model, score_KV in client_scores.items()}
             refused = dict(zip(names, refused_RG[r].tolist(), strict=True))
-            rows = evaluation_rows(self.round, self.group_K, of_server, of_clients, float(clip_R[r]), refused)
-            metrics.append(rows)
+            clips = clip_rows(self.round, self.mechanism.layers, clip_R[r])
+            metrics.append(evaluation_rows(self.round, self.group_K, of_server, of_clients, clips, refused))
         return metrics
 
     def global_model(self, number: int = 0) -> np.ndarray:

@@ -32,7 +32,7 @@ from fedhdp.engine.chunk import Clients, client_updates
 from fedhdp.engine.low_rank import gram, parametrize
 from fedhdp.mechanism import RoundParams
 from fedhdp.models import Array, Model, Parameters, use_conv_relu_pool
-from fedhdp.server import Optimizer, ServerState, Sums, Updates, clip_and_sum, finish_round
+from fedhdp.server import Layers, Optimizer, ServerState, Sums, Updates, clip_and_sum, finish_round
 
 AXIS = "clients"
 BY_CLIENT, REPLICATED = PartitionSpec(AXIS), PartitionSpec()
@@ -47,6 +47,7 @@ class EngineConfig(NamedTuple):
     replicated: bool  # all examples are on all devices
     run_V: tuple[int, ...]  # the global model of each personal one
     runs: int = 1
+    layers: Layers | None = None  # that are clipped one by one
 
 
 class SlotTable(NamedTuple):
@@ -160,7 +161,9 @@ class Engine:
         if self.parameters % self.devices == 0:  # each device draws its part of the one noise
             by_parameter = NamedSharding(self.mesh, PartitionSpec(None, AXIS))
             sums_R = sums_R._replace(update_P=jax.lax.with_sharding_constraint(sums_R.update_P, by_parameter))
-        state_R = jax.vmap(partial(finish_round, self.server))(constants.params_R, state_R, sums_R, noise_key_R)
+        state_R = jax.vmap(partial(finish_round, self.server, layers=self.config.layers))(
+            constants.params_R, state_R, sums_R, noise_key_R
+        )
         return jax.lax.with_sharding_constraint(state_R, self.replicated), personal_K, jnp.sum(state_R.clip)
 
     def _train_cohort(
@@ -226,7 +229,9 @@ class Engine:
             gram_CMM = jax.vmap(shuffled_gram)(chunk.start_C, order_CM)
         params_R, pull_VG = inputs.constants
         finite = examples.x_N.dtype == jnp.uint8
-        parametrization = parametrize(self.model, inputs.theta_R, self.run_V, x_CM, gram_CMM, finite)
+        parametrization = parametrize(
+            self.model, inputs.theta_R, self.run_V, x_CM, gram_CMM, finite, self.config.layers
+        )
         clients = Clients(y_CM, chunk.count_C, pull_VG[:, chunk.group_C].T, key_C)
         updates_R, personal_CV = client_updates(
             self.model, self.training, parametrization, clients, personal_CV, inputs.rates, uniform_size

@@ -16,7 +16,7 @@ from fedhdp.errors import ConfigError, InvalidValueError, require
 from fedhdp.experiments import components
 from fedhdp.experiments.components import DataConfig, MlpConfig, ModelConfig, PythonFile, describe_data
 from fedhdp.experiments.errors import FieldNames, config_error
-from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, Sampling
+from fedhdp.mechanism import AdaptiveClip, Clip, LayerClip, Mechanism, Noise, Sampling, parse_clip
 from fedhdp.privacy.budget import Budget, OnBudgetExhausted
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 from fedhdp.results.store import EXPERIMENT_FILE, is_directory_name, slug
@@ -32,6 +32,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         weights: Weights of groups, by name, instead of the mechanism's.
         pulls: Pulls of groups, by name, instead of the mechanism's.
         noise_multipliers: Noise multipliers of groups, by name, instead of the mechanism's.
+        clip: How updates are clipped; None takes the mechanism's.
         noise: How noise is shared among groups; None takes the mechanism's.
         sampling: How cohorts are sampled; None takes the mechanism's.
         training: Fields that replace those of the experiment's training.
@@ -43,6 +44,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: dict[str, float] = {}
     pulls: dict[str, float] = {}
     noise_multipliers: dict[str, float] = {}
+    clip: Clip | None = None
     noise: Noise | None = None
     sampling: Sampling | None = None
     training: dict[str, Any] = {}
@@ -50,6 +52,8 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         require(self.algorithm in ALGORITHMS, "algorithm", self.algorithm, f"one of {', '.join(ALGORITHMS)}")
+        if self.clip is not None:
+            msgspec.structs.force_setattr(self, "clip", parse_clip(self.clip))
         require(is_directory_name(self.name), "name", self.name, "short, and not the name of a file of the run")
 
     def mechanism(self, base: Mechanism) -> Mechanism:
@@ -71,8 +75,8 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
             for group in base.groups
         )
-        noise, sampling = self.noise or base.noise, self.sampling or base.sampling
-        return ALGORITHMS[self.algorithm](Mechanism(groups, base.clip, noise, sampling))
+        clip, noise, sampling = self.clip or base.clip, self.noise or base.noise, self.sampling or base.sampling
+        return ALGORITHMS[self.algorithm](Mechanism(groups, clip, noise, sampling))
 
 
 class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -199,7 +203,7 @@ def _override(value: Any, changes: Mapping[str, Any], path: str) -> Any:
         raise config_error(error, changes, FIELDS, prefix=path) from error
 
 
-_PARTS = (GroupConfig, MechanismConfig, AdaptiveClip, LocalTraining, ServerOptimizer, Variant, Budget)
+_PARTS = (GroupConfig, MechanismConfig, AdaptiveClip, LayerClip, LocalTraining, ServerOptimizer, Variant, Budget)
 FIELDS = FieldNames([*get_args(DataConfig), *get_args(ModelConfig), *_PARTS, Experiment])
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from fedhdp.errors import require
-from fedhdp.mechanism import MAX_VALUE, SENSITIVITY, AdaptiveClip, Mechanism, Noise, PrivacyGroup, Sampling
+from fedhdp.mechanism import MAX_VALUE, SENSITIVITY, Clip, Mechanism, Noise, PrivacyGroup, Sampling, parse_clip
 from fedhdp.privacy.accounting import MIN_NOISE_MULTIPLIER, Accountant, PrivacyCost, compose
 
 MAX_ROUNDS_PLD = 100_000  # beyond, calibration by PLD takes minutes
@@ -68,11 +68,12 @@ class MechanismConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A mechanism as a user writes it: groups that state noise multipliers or epsilons, clip, noise and sampling."""
 
     groups: tuple[GroupConfig, ...]
-    clip: float | AdaptiveClip
+    clip: Clip
     noise: Noise = "shared"
     sampling: Sampling = "poisson"
 
     def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "clip", parse_clip(self.clip))
         self.uncalibrated()
 
     def uncalibrated(self) -> Mechanism:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from statistics import stdev
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from fedhdp.mechanism import SERVER
 from fedhdp.results.schema import MetricRow
@@ -46,7 +47,7 @@ def evaluation_rows(
     group_K: np.ndarray,
     server_scores: Mapping[str, float],
     client_scores: Mapping[str, np.ndarray],
-    clip: float,
+    clips: list[MetricRow],
     refused: Mapping[str, float],
 ) -> list[MetricRow]:
     """The rows of a simulation's evaluation.
@@ -56,14 +57,21 @@ def evaluation_rows(
         group_K: Each client's index into the groups.
         server_scores: The score on the server's test set, by the kind of model.
         client_scores: Each client's score on its own test examples, by the kind of model.
-        clip: The clip of the next round.
+        clips: The rows of the next round's clips.
         refused: The updates refused so far, by group.
     """
     rows = [MetricRow(round, SERVER, model, "accuracy", score) for model, score in server_scores.items()]
     for model, score_K in client_scores.items():
         rows += group_rows(round, model, list(refused), group_K, score_K)
-    rows.append(MetricRow(round, SERVER, "global", "clip", clip))
+    rows += clips
     return rows + [MetricRow(round, name, "global", "refused", float(count)) for name, count in refused.items()]
+
+
+def clip_rows(round: int, layers: Sequence[str], clip: ArrayLike) -> list[MetricRow]:
+    """The clip of the next round: "clip", or where layers are clipped one by one "clip/" and the layer's name."""
+    names = [f"clip/{layer}" for layer in layers] or ["clip"]
+    values = np.atleast_1d(np.asarray(clip)).tolist()
+    return [MetricRow(round, SERVER, "global", name, value) for name, value in zip(names, values, strict=True)]
 
 
 def half_interval(values: Sequence[float]) -> float | None:

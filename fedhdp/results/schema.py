@@ -72,7 +72,7 @@ class VariantResult(msgspec.Struct, forbid_unknown_fields=True):
     groups: list[GroupResult]
     server_accuracy: float | None = None
     server_average_accuracy: float | None = None
-    clip: float | None = None
+    clip: float | dict[str, float] | None = None  # of the next round; by layer, where layers are clipped one by one
     stopped: str | None = None  # why it ended before its last round
 
 
@@ -146,7 +146,9 @@ def attach_metrics(result: VariantResult, history: Iterable[MetricRow]) -> Varia
     values = {(row.group, row.model, row.metric): row.value for row in rows if row.round == last}
     result.server_accuracy = values.get((SERVER, "global", "accuracy"))
     result.server_average_accuracy = values.get((SERVER, "average", "accuracy"))
-    result.clip = values.get((SERVER, "global", "clip"))
+    prefix = "clip/"
+    layer_clips = {metric.removeprefix(prefix): value for (_, _, metric), value in values.items() if prefix in metric}
+    result.clip = layer_clips or values.get((SERVER, "global", "clip"))
     for group in result.groups:
         for model in ("global", "personal"):
             for metric in ("accuracy", "variance", "worst_decile"):

@@ -38,7 +38,7 @@ def noise_images(count_K: np.ndarray, classes: int) -> FederatedData:
     x_N = rng.integers(0, 256, (count_K.sum(), 28, 28), dtype=np.uint8)
     y_N = rng.integers(0, classes, count_K.sum()).astype(np.int32)
     clients = examples(x_N, y_N, count_K)
-    return FederatedData("noise", clients, clients, x_N[:100], y_N[:100], classes)
+    return FederatedData("noise", clients, clients, x_N[:100], y_N[:100], classes, input_scale=1 / 255)
 
 
 def seconds(

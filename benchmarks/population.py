@@ -43,7 +43,7 @@ def measure(clients: int, cohort: int, rounds: int, data: str, personal: bool) -
         train = StreamedHandwriting(count_K, client_examples)
     tested_K = np.where(np.arange(clients) % (clients // 1000) == 0, 10, 0)
     test = examples(*client_examples(np.arange(clients), tested_K, part="test"), tested_K)
-    federated = FederatedData("scale", train, test, *server_examples(1000), 10)
+    federated = FederatedData("scale", train, test, *server_examples(1000), 10, input_scale=1 / 255)
     public, rate = clients // 20, cohort / clients
     groups = (PrivacyGroup("opted out", public, 0.0, rate), PrivacyGroup("private", clients - public, 1.5, rate, 0.01))
     training = LocalTraining(personalize=personal)

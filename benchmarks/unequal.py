@@ -47,7 +47,7 @@ def alike(size: int) -> FederatedData:
     x_N = rng.integers(0, 256, (500 * size, 28, 28), dtype=np.uint8)
     y_N = rng.integers(0, 10, 500 * size).astype(np.int32)
     clients = examples(x_N, y_N, np.full(500, size))
-    return FederatedData("alike", clients, clients, x_N[:10], y_N[:10], 10)
+    return FederatedData("alike", clients, clients, x_N[:10], y_N[:10], 10, input_scale=1 / 255)
 
 
 def main() -> None:

@@ -91,7 +91,7 @@ if __name__ == "__main__":
     # Each clinic's scores, and a personal model as a function.
     scores = simulation.client_scores()
     for number, name in enumerate(mechanisms):
-        better = scores["personal"][:, number] > scores["global"][:, number]
+        better = scores["personal/accuracy"][:, number] > scores["global/accuracy"][:, number]
         print(f"{name} weights: the personal model is better for {better.sum()} of {len(better)} clinics")
     theta = simulation.model(client=3, number=1)
     days = net.apply(theta, clinics.train.x_N[clinics.train.start_K[3] :][:3], None)[:, 0]

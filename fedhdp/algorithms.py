@@ -66,3 +66,10 @@ ALGORITHMS: dict[str, Callable[[Mechanism], Mechanism]] = {
     "non_private": non_private,
     "local_only": local_only,
 }
+ALGORITHM_NAMES = {  # in tables
+    "fedhdp": "FedHDP",
+    "hdp_fedavg": "HDP-FedAvg",
+    "dp_fedavg": "DP-FedAvg",
+    "non_private": "Non-Private",
+    "local_only": "Local-Only",
+}

@@ -98,9 +98,11 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return -(-count // self.batch_size)
 
 
-def as_floats(x: Array) -> Array:
-    """Inputs as floats; bytes are images and become numbers from 0 to 1."""
-    return x.astype(jnp.float32) / 255 if x.dtype == jnp.uint8 else x.astype(jnp.float32)
+def scale_inputs(x: Array, input_scale: float | None) -> Array:
+    """Inputs as the model gets them: scaled floats, or without a scale floats as floats and integers as integers."""
+    if input_scale is not None:
+        return jnp.multiply(x.astype(jnp.float32), jnp.float32(input_scale))
+    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
 
 
 def shuffle(key: Array, count: Array | int, capacity: int) -> Array:

@@ -26,8 +26,8 @@ up, so that no clipped update is longer than the clip.
 | √L / 2     | ``bit_l2_sensitivity``              | how far one client moves the sums of the clip bits                 |
 | –          | ``effective_noise_multiplier``      | the noise multiplier that a group gets: at least z_j               |
 
-With a ``LayerClip`` of L layers "in clips" means: each layer's part of a sum divided by that layer's clip. One client then
-moves a sum by at most its weight times √L clips, and the noise on layer l has standard deviation S_l·σ.
+With a ``LayerClip`` of L layers, sums are "in clips" where each layer's part is divided by its own clip. A client moves them
+by at most its weight times √L, and the noise on layer l has standard deviation S_l·σ.
 
 Axis letters: G groups, L layers.
 """
@@ -167,24 +167,20 @@ def parse_clip(value: Any) -> Clip:
     """
     if isinstance(value, AdaptiveClip | LayerClip):
         return value
-    kind: type[AdaptiveClip] | type[LayerClip] = AdaptiveClip
     if not isinstance(value, dict):
-        rule = f"a number between {MIN_CLIP:g} and {MAX_VALUE:g}, a table with initial, or one with layers"
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        require(is_number and MIN_CLIP <= float(value) <= MAX_VALUE, "clip", value, rule)
+        require(is_number, "clip", value, "a number, a table with initial, or a table with layers")
+        _require_clip("clip", value)
         return float(value)
-    if "layers" in value:
-        kind = LayerClip
+    require("initial" in value or "layers" in value, "clip", value, "a table with initial or layers")
+    kind: type[AdaptiveClip] | type[LayerClip] = LayerClip if "layers" in value else AdaptiveClip
+    fields = kind.__struct_fields__
     for name in value:
-        require(
-            name in kind.__struct_fields__, f"clip.{name}", value[name], f"one of {', '.join(kind.__struct_fields__)}"
-        )
-    require(kind is LayerClip or "initial" in value, "clip", value, "a table with initial or layers")
+        require(name in fields, f"clip.{name}", value[name], f"one of {', '.join(fields)}")
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        cause = error.__cause__
-        if isinstance(cause, InvalidValueError):
+        if isinstance(cause := error.__cause__, InvalidValueError):
             raise InvalidValueError(f"clip.{cause}", f"clip.{cause.field}", cause.value) from error
         complaint, _, place = str(error).partition(" - at `$")
         field = f"clip{place.rstrip('`')}"
@@ -199,10 +195,8 @@ def _require_clip_rule(clip: AdaptiveClip | LayerClip) -> None:
     """Refuse numbers that are out of range in the rule by which a clip moves."""
     require(0 <= clip.quantile <= 1, "quantile", clip.quantile, "between 0 and 1")
     require(0 <= clip.learning_rate < math.inf, "learning_rate", clip.learning_rate, "finite and at least 0")
-    if clip.bit_noise_stddev is not None:
-        require(
-            0 <= clip.bit_noise_stddev < math.inf, "bit_noise_stddev", clip.bit_noise_stddev, "finite and at least 0"
-        )
+    in_range = clip.bit_noise_stddev is None or 0 <= clip.bit_noise_stddev < math.inf
+    require(in_range, "bit_noise_stddev", clip.bit_noise_stddev, "finite and at least 0")
 
 
 class RoundParams(NamedTuple):
@@ -320,7 +314,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def bit_l2_sensitivity(self) -> float:
-        """How far one client moves the sums of the clip bits: it sends ½ or −½ for each layer, or one with a flat clip."""
+        """How far one client moves the sums of the clip bits: it sends ½ or −½ for each clip."""
         return self.clip_l2_norm / 2
 
     @property
@@ -332,10 +326,8 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         if isinstance(self.clip, float) or not self.is_adaptive:
             return 0.0
-        if self.clip.bit_noise_stddev is not None:
-            return self.clip.bit_noise_stddev
-        if self.max_noise_multiplier == 0:
-            return 0.0
+        if self.clip.bit_noise_stddev is not None or self.max_noise_multiplier == 0:
+            return self.clip.bit_noise_stddev or 0.0
         return self.clip_l2_norm * max(self.expected_cohort_size() / 20, 2 * self.max_noise_multiplier)
 
     @property

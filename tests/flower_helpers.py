@@ -129,6 +129,65 @@ class InProcessGrid(Grid):
         return [message for message in self.pushed if message.metadata.message_type == kind]
 
 
+class Clock:
+    """The time of a test: sleeping moves it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        """The seconds so far."""
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Move the time."""
+        self.now += seconds
+
+
+class SlowGrid(InProcessGrid):
+    """Nodes that take their time: ``seconds(message)`` to reply, after which a message may have expired.
+
+    ``at(seconds, action)`` acts at a time.
+    """
+
+    def __init__(self, nodes: Iterable[Node], clock: Clock, seconds: Callable[[Message], float] = lambda message: 0.0):
+        super().__init__(nodes)
+        self.clock, self.seconds = clock, seconds
+        self.times: list[tuple[float, str, int]] = []  # of the messages, with their type and node
+        self._ready_at: dict[str, float] = {}
+        self._actions: list[tuple[float, Callable[[], object]]] = []
+
+    def at(self, seconds: float, action: Callable[[], object]) -> None:
+        """Act at a time, when the server next asks for the nodes."""
+        self._actions.append((seconds, action))
+
+    def get_node_ids(self) -> list[int]:
+        """The connected nodes, after the actions that are due."""
+        due = [action for seconds, action in self._actions if seconds <= self.clock.now]
+        self._actions = [(seconds, action) for seconds, action in self._actions if seconds > self.clock.now]
+        for action in due:
+            action()
+        return super().get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Pass each message to its node's app, unless it would expire before the reply."""
+        messages = list(messages)
+        names = super().push_messages(messages)
+        for name, message in zip(names, messages, strict=True):
+            metadata, seconds = message.metadata, self.seconds(message)
+            self.times.append((self.clock.now, metadata.message_type, metadata.dst_node_id))
+            self._ready_at[name] = self.clock.now + seconds if seconds <= metadata.ttl else float("inf")
+        return names
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """The replies that are ready."""
+        return super().pull_messages(name for name in message_ids if self._ready_at[name] <= self.clock.now)
+
+    def times_of(self, kind: str, node: int) -> list[float]:
+        """When messages of a type were sent to a node."""
+        return [seconds for seconds, *message in self.times if message == [kind, node]]
+
+
 class Crash(BaseException):
     """The sudden end of a ServerApp."""
 
@@ -161,7 +220,8 @@ def client_examples(examples: Examples, number: int) -> tuple[np.ndarray, np.nda
 def _jax_trainer(context: Context) -> Trainer:
     number = int(context.node_config["partition-id"])
     test = client_examples(DATA.test, number)
-    return jax_trainer(MODEL, TRAINING, *client_examples(DATA.train, number), test=test, batches=(SEED, number))
+    train, batches = client_examples(DATA.train, number), (SEED, number)
+    return jax_trainer(MODEL, TRAINING, *train, test=test, batches=batches, input_scale=DATA.input_scale)
 
 
 def plain_trainer(context: Context) -> Trainer:

@@ -45,7 +45,8 @@ def main() -> None:
         data.y_KM.reshape(-1).astype(np.int32),
         np.full(work.clients, work.samples),
     )
-    federated = FederatedData("benchmark", train, train, data.server_x_N, data.server_y_N.astype(np.int32), w.CLASSES)
+    server = data.server_x_N, data.server_y_N.astype(np.int32)
+    federated = FederatedData("benchmark", train, train, *server, w.CLASSES, input_scale=1 / 255)
     model = mlp(w.INPUTS, work.hidden, w.CLASSES)
     training = LocalTraining(work.epochs, work.batch, work.learning_rate, personalize=personal)
     mechanism = paper_mechanism(work) if personal else peers_mechanism(work)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from task import MODEL, load_server_test
+from task import INPUT_SCALE, MODEL, load_server_test
 
 from fedhdp.flower import Arrays, initial_arrays, scorer, server_app
 
 
 def score(arrays: Arrays) -> float:
     """The model's accuracy on the server's test set."""
-    return scorer(MODEL, *load_server_test())(arrays)
+    return scorer(MODEL, *load_server_test(), INPUT_SCALE)(arrays)
 
 
 app = server_app(lambda deployment: initial_arrays(MODEL, deployment.seed), score)

@@ -14,6 +14,7 @@ from fedhdp import mlp
 from fedhdp.datasets.handwriting import client_examples, server_examples
 
 MODEL = mlp(inputs=784, hidden=50, classes=10)
+INPUT_SCALE = 1 / 255  # images are bytes
 SIMULATED_LEVELS = ("open", "relaxed", "relaxed", "strict", "strict")  # of virtual clients, which have no owner
 
 

@@ -130,7 +130,8 @@ def make_handwriting(
         train = examples(*generate(np.arange(clients), count_K, part="train"), count_K)
     test = examples(*generate(np.arange(clients), test_count_K, part="test"), test_count_K)
     server_x_N, server_y_N = server_examples(server_test, classes, seed)
-    return FederatedData(f"handwriting-{split}-{classes}", train, test, server_x_N, server_y_N, classes)
+    name = f"handwriting-{split}-{classes}"
+    return FederatedData(name, train, test, server_x_N, server_y_N, classes, input_scale=1 / 255)
 
 
 class StreamedHandwriting(NamedTuple):

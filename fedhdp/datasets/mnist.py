@@ -116,7 +116,8 @@ def _one_digit(
         )
         for part, rows_KM in (("train", row_KM), ("test", test_row_KM))
     )
-    return FederatedData(f"mnist-{split}", train, test, arrays["test_x"], arrays["test_y"].astype(np.int32), CLASSES)
+    server = arrays["test_x"], arrays["test_y"].astype(np.int32)
+    return FederatedData(f"mnist-{split}", train, test, *server, CLASSES, input_scale=1 / 255)
 
 
 def _skewed_first(order_K: np.ndarray, digit_K: np.ndarray, skewed_clients: int) -> np.ndarray:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from fedhdp.client import scale_inputs
 from fedhdp.data import Examples, FederatedData
 from fedhdp.errors import DataError, FedHDPError, ModelError
 from fedhdp.models import Array, Model, cross_entropy
@@ -24,29 +25,37 @@ def check_data(data: FederatedData, model: Model) -> None:
     for field, part in (("test", data.test), ("validation", data.validation)):
         if part is not None and len(part.count_K) != data.num_clients:
             _refuse_data(field, len(part.count_K), f"the examples of {data.num_clients} clients, as train")
-    parts = [part for part in (data.train, data.test) if isinstance(part, Examples)]
-    for part in parts:
-        shape, dtype = part.x_N.shape[1:], part.x_N.dtype
-        if shape != data.input_shape:
-            _refuse_data("inputs", shape, f"of the shape of the server's, {data.input_shape}")
-        if (dtype == np.uint8) != (data.server_x_N.dtype == np.uint8):
-            rule = f"bytes (read as 0 to 1) where the server's are ({data.server_x_N.dtype})"
-            _refuse_data("inputs", str(dtype), rule)
-    labels = [data.server_y_N, *(part.y_N for part in parts)] if model.loss is cross_entropy else []
+    if len(data.server_x_N) != len(data.server_y_N):
+        _refuse_data("server_x_N", len(data.server_x_N), f"as many as server_y_N, {len(data.server_y_N)}")
+    parts = [(part.x_N, part.y_N) for part in (data.train, data.test) if isinstance(part, Examples)]
+    parts = [(x_N, y_N) for x_N, y_N in (*parts, (data.server_x_N, data.server_y_N)) if len(y_N)]
+    for x_N, y_N in parts:
+        if x_N.dtype.kind not in "fiub":
+            _refuse_data("inputs", str(x_N.dtype), "numbers")
+        if x_N.shape[1:] != data.input_shape:
+            _refuse_data("inputs", x_N.shape[1:], f"of the shape {data.input_shape} in every part of the data")
+        if data.input_scale is None and (x_N.dtype.kind == "f") != (data.template.x_N.dtype.kind == "f"):
+            rule = f"floats or integers in every part of the data, as {data.template.x_N.dtype} is"
+            _refuse_data("inputs", str(x_N.dtype), rule)
+        if y_N.shape[1:] != data.template.y_N.shape[1:]:
+            _refuse_data(
+                "targets", y_N.shape[1:], f"of the shape {data.template.y_N.shape[1:]} in every part of the data"
+            )
+    labels = [y_N for _, y_N in parts] if model.loss is cross_entropy else []
     for y_N in labels:
         if y_N.dtype.kind not in "iub":
             _refuse_data("labels", str(y_N.dtype), "integers where the loss is cross_entropy")
     classes = _check_model(data, model).shape[-1]
     for y_N in labels:
-        if len(y_N) and not 0 <= int(np.min(y_N)) <= int(np.max(y_N)) < classes:
+        if not 0 <= int(np.min(y_N)) <= int(np.max(y_N)) < classes:
             limits = (int(np.min(y_N)), int(np.max(y_N)))
             _refuse_data("labels", limits, f"between 0 and {classes - 1}, as the model has {classes} outputs")
 
 
 def _check_model(data: FederatedData, model: Model) -> Any:
     """The shape of the outputs for two examples."""
-    x_N = jax.ShapeDtypeStruct((2, *data.input_shape), jnp.float32)
-    y_N = jax.ShapeDtypeStruct((2, *data.server_y_N.shape[1:]), data.server_y_N.dtype)
+    x_N, y_N = (jax.ShapeDtypeStruct((2, *a_N.shape[1:]), a_N.dtype) for a_N in (data.template.x_N, data.template.y_N))
+    x_N = jax.eval_shape(partial(scale_inputs, input_scale=data.input_scale), x_N)
     key = jax.random.key(0)
     dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(_shape("init", model.init, key))}
     if not dtypes or not all(dtype.startswith("float") for dtype in dtypes):

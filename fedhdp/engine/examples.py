@@ -108,7 +108,8 @@ def engine_config(data: FederatedData, model: Model, training: LocalTraining, ru
     sizes = size_classes(data.train, training.batch_size, several=model.head is not None)
     replicated = should_replicate(data.train, partition_by_owner=training.personalize)
     run_V, inputs = tuple(run_of) if training.personalize else (), math.prod(data.input_shape)
-    return EngineConfig(inputs, sizes, data.train.uniform_size, replicated, run_V, len(set(run_of)))
+    uniform, runs = data.train.uniform_size, len(set(run_of))
+    return EngineConfig(inputs, sizes, uniform, replicated, run_V, runs, data.input_scale)
 
 
 def make_example_store(

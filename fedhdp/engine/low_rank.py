@@ -140,7 +140,7 @@ class LowRank:
         assert model.head is not None, "a model without a dense first layer has no low-rank updates"
         self.head, self.theta_R, self.run_V, self.finite = model.head, theta_R, run_V, finite
         self.layers = layers
-        self.x_CMF = x_CM.reshape(*x_CM.shape[:2], math.prod(x_CM.shape[2:]))
+        self.x_CMF = x_CM.reshape(*x_CM.shape[:2], math.prod(x_CM.shape[2:])).astype(jnp.float32)
         self.gram_CMM = jax.vmap(gram)(x_CM) if gram_CMM is None else gram_CMM
         first_R, run_T = theta_R["first"], _run_T(theta_R, run_V)
         self.output_CRMH = jnp.einsum("cmf,rfh->crmh", self.x_CMF, first_R["w"]) + first_R["b"][:, None]
@@ -235,7 +235,7 @@ def parametrize(
 
 def gram(x_M: Array) -> Array:
     """The Gram matrix of a client's examples, X·Xᵀ, with the bias as an input that is always 1."""
-    x_MF = x_M.reshape(x_M.shape[0], -1)
+    x_MF = x_M.reshape(x_M.shape[0], -1).astype(jnp.float32)
     return jnp.matmul(x_MF, materialized_transpose(x_MF), precision=EXACT) + 1.0
 
 

@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedhdp.client import LocalTraining, as_floats, shuffle
+from fedhdp.client import LocalTraining, scale_inputs, shuffle
 from fedhdp.engine import kernels
 from fedhdp.engine.chunk import Clients, client_updates
 from fedhdp.engine.low_rank import gram, parametrize
@@ -47,6 +47,7 @@ class EngineConfig(NamedTuple):
     replicated: bool  # all examples are on all devices
     run_V: tuple[int, ...]  # the global model of each personal one
     runs: int = 1
+    input_scale: float | None = None  # of the inputs, as `FederatedData` has it
     layers: Layers | None = None  # that are clipped one by one
 
 
@@ -218,7 +219,8 @@ class Engine:
         key_C = jax.vmap(partial(jax.random.fold_in, inputs.key))(chunk.client_C)
         order_CM = jax.vmap(partial(shuffle, capacity=capacity))(key_C, chunk.count_C)
         uniform_size = self.config.uniform_size
-        x_CM, y_CM = examples_at(examples.x_N, examples.y_N, chunk.start_C, chunk.count_C, order_CM, uniform_size)
+        slots = (chunk.start_C, chunk.count_C, order_CM)
+        x_CM, y_CM = examples_at(examples.x_N, examples.y_N, *slots, self.config.input_scale, uniform_size)
         gram_CMM = None
         if examples.gram_K is not None:
 
@@ -228,10 +230,9 @@ class Engine:
 
             gram_CMM = jax.vmap(shuffled_gram)(chunk.start_C, order_CM)
         params_R, pull_VG = inputs.constants
-        finite = examples.x_N.dtype == jnp.uint8
-        parametrization = parametrize(
-            self.model, inputs.theta_R, self.run_V, x_CM, gram_CMM, finite, self.config.layers
-        )
+        finite = jnp.issubdtype(examples.x_N.dtype, jnp.integer)
+        layers = self.config.layers
+        parametrization = parametrize(self.model, inputs.theta_R, self.run_V, x_CM, gram_CMM, finite, layers)
         clients = Clients(y_CM, chunk.count_C, pull_VG[:, chunk.group_C].T, key_C)
         updates_R, personal_CV = client_updates(
             self.model, self.training, parametrization, clients, personal_CV, inputs.rates, uniform_size
@@ -253,7 +254,9 @@ class Engine:
 
         def on_device(x_N: Array) -> Array:
             x_KM = x_N.reshape(-1, capacity, *x_N.shape[1:])
-            return jax.lax.map(lambda x_M: gram(as_floats(x_M)), x_KM, batch_size=self.chunk)
+            return jax.lax.map(
+                lambda x_M: gram(scale_inputs(x_M, self.config.input_scale)), x_KM, batch_size=self.chunk
+            )
 
         return self._shard_map(on_device, (self._example_spec,), self._example_spec)(x_N)
 
@@ -264,7 +267,7 @@ class Engine:
             theta_R = jax.vmap(self.unravel)(theta_RP)
 
             def score_example(example: tuple[Array, Array]) -> Array:
-                x_1, y_1 = as_floats(example[0])[None], example[1][None]
+                x_1, y_1 = scale_inputs(example[0], self.config.input_scale)[None], example[1][None]
                 return jax.vmap(lambda theta: self.model.score(self.model.apply(theta, x_1, None), y_1)[0])(theta_R)
 
             return jax.lax.map(score_example, (x_N, y_N), batch_size=256)
@@ -281,7 +284,8 @@ class Engine:
 
             def score_client(row: Array) -> Array:
                 slot = SlotTable(*row[:, None])
-                x_CM, y_CM = examples_at(x_N, y_N, slot.start_C, slot.count_C, jnp.arange(capacity)[None])
+                position_CM, input_scale = jnp.arange(capacity)[None], self.config.input_scale
+                x_CM, y_CM = examples_at(x_N, y_N, slot.start_C, slot.count_C, position_CM, input_scale)
                 real_M = jnp.arange(capacity) < slot.count_C[0]
 
                 def score(theta: Parameters) -> Array:
@@ -327,16 +331,22 @@ class Engine:
 
 
 def examples_at(
-    x_N: Array, y_N: Array, start_C: Array, count_C: Array, order_CM: Array, uniform_size: bool = False
+    x_N: Array,
+    y_N: Array,
+    start_C: Array,
+    count_C: Array,
+    order_CM: Array,
+    input_scale: float | None,
+    uniform_size: bool = False,
 ) -> tuple[Array, Array]:
-    """Each client's examples in this order, inputs as floats; padding is 0 and not a neighbour's examples."""
+    """Each client's examples in this order, inputs as the model gets them; padding is 0, not a neighbour's examples."""
     if uniform_size:
         index_CM = start_C[:, None] + order_CM
-        return as_floats(x_N[index_CM]), y_N[index_CM]
+        return scale_inputs(x_N[index_CM], input_scale), y_N[index_CM]
     real_CM = jnp.arange(order_CM.shape[1]) < count_C[:, None]
     index_CM = jnp.where(real_CM, start_C[:, None] + order_CM, 0)
 
     def masked(values_CM: Array) -> Array:
         return jnp.where(real_CM.reshape(*real_CM.shape, *[1] * (values_CM.ndim - 2)), values_CM, 0)
 
-    return masked(as_floats(x_N[index_CM])), masked(y_N[index_CM])
+    return masked(scale_inputs(x_N[index_CM], input_scale)), masked(y_N[index_CM])

@@ -187,10 +187,11 @@ class VariantBatch:
         for variant, billing, mechanism, history in zip(*columns, self.simulation.histories, strict=True):
             groups = account_groups(mechanism, partial(billing.costs, rounds=rounds), self.experiment.delta_of)
             result = VariantResult(variant.name, variant.algorithm, rounds, seconds, repeatable, groups)
+            result.metrics = self.simulation.metrics
             result.stopped = self.stopped
             results.append(attach_metrics(result, history))
         for number in reversed(range(len(results))):
-            variant_scores = {model: score_KV[:, number].astype(np.float32) for model, score_KV in scores.items()}
+            variant_scores = {name: score_KV[:, number].astype(np.float32) for name, score_KV in scores.items()}
             self.parts[number].finish(self.simulation.named_parameters(number), results[number], variant_scores)
         (self.parts[0].path / personal_store.FILE_NAME).unlink(missing_ok=True)
         return results

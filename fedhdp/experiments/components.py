@@ -23,8 +23,8 @@ import msgspec
 from fedhdp.data import FederatedData, hold_out
 from fedhdp.datasets import Split
 from fedhdp.errors import ConfigError, DataError, ModelError, require
-from fedhdp.mechanism import Mechanism
 from fedhdp.models import Model, cnn, linear, mlp
+from fedhdp.privacy.calibration import MechanismConfig
 
 
 class PythonFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -105,7 +105,7 @@ class HandwritingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     sizes: Literal["alike", "tff"] = "alike"  # tff: as many examples as the clients of TFF's federated EMNIST have
     validation: float = 0.0  # the share of its train examples that a client holds out, to choose its pull by
 
-    def load(self, mechanism: Mechanism, seed: int) -> FederatedData:
+    def load(self, mechanism: MechanismConfig, seed: int) -> FederatedData:
         """Render the data; in the skewed split, the clients of the first group hold one digit."""
         from fedhdp.datasets import make_handwriting, tff_client_sizes
 
@@ -127,7 +127,7 @@ class MnistConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     split: Split = "one_digit"
     validation: float = 0.0
 
-    def load(self, mechanism: Mechanism, seed: int) -> FederatedData:
+    def load(self, mechanism: MechanismConfig, seed: int) -> FederatedData:
         """Read the data; in the skewed split, the clients of the first group hold a 7."""
         from fedhdp.datasets import load_mnist
 
@@ -144,7 +144,7 @@ class FemnistConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     classes: Literal[10, 62] = 62
     validation: float = 0.0
 
-    def load(self, mechanism: Mechanism, seed: int) -> FederatedData:
+    def load(self, mechanism: MechanismConfig, seed: int) -> FederatedData:
         """Read the data."""
         from fedhdp.datasets import load_femnist
 
@@ -157,7 +157,7 @@ class PythonData(PythonFile, frozen=True, tag_field="name", tag="python"):
     clients: int
     validation: float = 0.0
 
-    def load(self, mechanism: Mechanism, seed: int) -> FederatedData:
+    def load(self, mechanism: MechanismConfig, seed: int) -> FederatedData:
         """Call the file's ``data(seed)``.
 
         Raises:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import msgspec
 import tomli_w
 
-from fedhdp.algorithms import ALGORITHMS
+from fedhdp.algorithms import ALGORITHM_NAMES, ALGORITHMS
 from fedhdp.client import LocalTraining
 from fedhdp.errors import ConfigError, InvalidValueError, require
 from fedhdp.experiments import components
@@ -27,7 +27,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A row of an experiment's table: an algorithm, and what it changes in the experiment.
 
     Args:
-        name: The row's name; its letters and digits name the directory of the results.
+        name: The row's name; its letters and digits name the directory of the results. By default the algorithm's.
         algorithm: One of `fedhdp.algorithms.ALGORITHMS`.
         weights: Weights of groups, by name, instead of the mechanism's.
         pulls: Pulls of groups, by name, instead of the mechanism's.
@@ -39,7 +39,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         server: Fields that replace those of the experiment's server optimizer.
     """
 
-    name: str
+    name: str = ""
     algorithm: str = "fedhdp"
     weights: dict[str, float] = {}
     pulls: dict[str, float] = {}
@@ -54,6 +54,8 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(self.algorithm in ALGORITHMS, "algorithm", self.algorithm, f"one of {', '.join(ALGORITHMS)}")
         if self.clip is not None:
             msgspec.structs.force_setattr(self, "clip", parse_clip(self.clip))
+        if self.name == "":
+            msgspec.structs.force_setattr(self, "name", ALGORITHM_NAMES[self.algorithm])
         require(is_directory_name(self.name), "name", self.name, "short, and not the name of a file of the run")
 
     def mechanism(self, base: Mechanism) -> Mechanism:
@@ -208,7 +210,7 @@ FIELDS = FieldNames([*get_args(DataConfig), *get_args(ModelConfig), *_PARTS, Exp
 
 
 def from_toml(text: str, source: str) -> Experiment:
-    """Read an experiment; messages name the source.
+    """Read an experiment; messages name the source, which by default names the experiment too.
 
     Raises:
         ConfigError: If it is not TOML, or a field is unknown, missing, of the wrong type or out of range.
@@ -217,6 +219,7 @@ def from_toml(text: str, source: str) -> Experiment:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source}: not TOML: {error}") from error
+    raw.setdefault("name", Path(source).stem)
     for table, names in components.COMPONENT_NAMES.items():
         if isinstance(raw.get(table), dict):
             raw[table] = {"name": names[0]} | raw[table]

@@ -116,7 +116,7 @@ def _run(experiment: Experiment, mechanism: Mechanism, directory: RunDirectory, 
         if not watch(progress):
             raise Interrupted
         use_cpu_cores()  # before anything below uses JAX
-        data = experiment.data.load(mechanism, experiment.seed)
+        data = experiment.data.load(experiment.mechanism, experiment.seed)
         model = experiment.model.build(int(np.prod(data.input_shape)), data.classes)
         mechanisms = [variant.mechanism(mechanism) for variant in experiment.variants]
         private = any(not group.opted_out for variant in mechanisms for group in variant.groups)

@@ -54,7 +54,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         evaluate_every: Rounds between evaluations on the clients, which also follow the last round; 0: never.
         server_evaluate_every: Rounds between evaluations on the server's test set; 0: as ``evaluate_every``.
         min_available_clients: How many clients must have enrolled before the first round.
-        enroll_timeout_seconds: How long a client may take to answer the offer.
+        enroll_timeout_seconds: How long a client may take to answer the first offer. Each repeated offer doubles it, up to
+            eight times.
         reply_timeout_seconds: How long a client may take for a round; later replies do not count.
     """
 

@@ -20,7 +20,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -281,8 +281,20 @@ class MatchedReplies(NamedTuple):
     unsolicited: int  # replies to messages that were never sent
 
 
-def send_and_gather(grid: Grid, messages: Sequence[Message], timeout_seconds: float) -> list[Message]:
-    """Send messages and poll for replies, in any order, until all have arrived or the time is up."""
+def send_and_gather(
+    grid: Grid,
+    messages: Sequence[Message],
+    timeout_seconds: float,
+    while_waiting: Callable[[int], object] = lambda missing: None,
+) -> list[Message]:
+    """Send messages and poll for replies, in any order, until all have arrived or the time is up.
+
+    Args:
+        grid: Flower's connection to the nodes.
+        messages: The messages.
+        timeout_seconds: How long to wait for replies.
+        while_waiting: Called between two polls with the number of replies that are missing.
+    """
     if not messages:
         return []
     waiting = {message_id for message_id in grid.push_messages(messages) if message_id}  # unsent messages have no id
@@ -293,6 +305,7 @@ def send_and_gather(grid: Grid, messages: Sequence[Message], timeout_seconds: fl
         waiting -= {reply.metadata.reply_to_message_id for reply in pulled}
         if not waiting or time.monotonic() >= deadline:
             break
+        while_waiting(len(waiting))
         time.sleep(min(pause, max(deadline - time.monotonic(), 0)))
         pause = min(pause * 1.1, MAX_POLL_SECONDS)
     return replies

@@ -1,34 +1,59 @@
 """Enrollment: every node is offered the levels, and the level that its client chooses first is binding.
 
-A client that chooses no level gets the strictest. A node that does not answer is queried again. Levels are recorded in the
-ledger before any training. A client that later asks for a looser level stays in its own. A client that asks for a stricter
-one is sent nothing further, because its privacy cost so far cannot be undone. A client's id ties it to its past over
-restarts; a client without an id is identified by its node.
+A client that chooses no level gets the strictest. A node that does not answer is queried again when the time of its query
+is up, with twice the time. An error counts as no answer, so the times of queries do not depend on what nodes send. Levels
+are recorded in the ledger before any training. A client that later asks for a looser level stays in its own. A client that
+asks for a stricter one is sent nothing further, because its privacy cost so far cannot be undone. A client's id ties it to
+its past over restarts; a client without an id is identified by its node.
 """
 
 from __future__ import annotations
 
-import itertools
+import math
 import time
 from logging import INFO, WARNING
 from typing import NamedTuple
 
-from flwr.app import Message
-from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from msgspec.structs import replace
 
 from fedhdp.flower.config import Deployment
 from fedhdp.flower.protocol import Enrollment, LevelOffer, offer_message, parse_enrollment
+from fedhdp.privacy.accounting import pluralize
 from fedhdp.privacy.ledger import Ledger
 
+MAX_TIMEOUT_FACTOR = 8  # of queries to a node that answers none
 
-class PendingQuery(NamedTuple):
-    """A query without an answer so far."""
 
-    node: int
-    deadline: float  # by time.monotonic()
+class Query(NamedTuple):
+    """The latest query to a node."""
+
+    number: int  # from 1, of the queries in a row without an answer
+    repeat_at: float  # by time.monotonic(); infinite once the node has answered
+    message_id: str = ""  # empty once there is a reply
+    blocked_by: int | None = None  # another node where the same client is connected
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is a node's first query, and pending."""
+        return self.number == 1 and self.message_id != ""
+
+
+class WaitLog:
+    """Logs what a run waits for, and for how long: first after ``delay`` seconds, then every ``interval`` seconds."""
+
+    def __init__(self, delay: float = 0.0, interval: float = 30.0):
+        self.started = time.monotonic()
+        self._next, self._interval = self.started + delay, interval
+
+    def log(self, reason: str) -> None:
+        """Log the reason, if a line is due."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + self._interval
+            level = INFO if now < self.started + self._interval else WARNING
+            log(level, "waiting for %.0f s: %s", now - self.started, reason)
 
 
 class Registry:
@@ -47,88 +72,100 @@ class Registry:
         self.withdrawn: set[str] = set()  # want a stricter level, or have exhausted a budget of their own
         self.node_of: dict[str, int] = {}
         self._first_client_of: dict[int, str] = {}  # a node is one client in a run
-        self._pending: dict[str, PendingQuery] = {}  # by message id
-        self._queried_nodes: set[int] = set()
-        self._nodes_to_requery: set[int] = set()
+        self._queries: dict[int, Query] = {}  # by connected node
         self._offer = _offer(deployment, run)
 
-    def poll(self, grid: Grid, requery: bool = False) -> None:
-        """Query new nodes and enroll the clients that have answered, without waiting.
-
-        Args:
-            grid: Flower's connection to the nodes.
-            requery: Also query the nodes again that did not answer or that declined a round.
-        """
+    def poll(self, grid: Grid) -> None:
+        """Query the nodes that are due and enroll the clients that have answered, without waiting."""
         connected = set(grid.get_node_ids())
         self.node_of = {client: node for client, node in self.node_of.items() if node in connected}
-        if requery:
-            self._queried_nodes -= self._nodes_to_requery
-            self._nodes_to_requery.clear()
-        self._queried_nodes &= connected
-        self._query(grid, sorted(connected - self._queried_nodes))
-        self._collect_answers(grid, connected)
+        blocked = {node for node, query in self._queries.items() if query.blocked_by not in connected | {None}}
+        self._queries = {node: self._queries[node] for node in self._queries.keys() & (connected - blocked)}
+        self._collect_answers(grid)
+        if self._query(grid, sorted(connected)):
+            self._collect_answers(grid)
 
     def wait_for_clients(self, grid: Grid, poll_seconds: float = 0.1) -> None:
-        """Wait until enough clients are enrolled and no query is pending."""
-        required, logged = self.deployment.min_available_clients, -1
+        """Wait until enough clients are enrolled and every node has had the time of a query to answer."""
+        required, wait_log, start_at = self.deployment.min_available_clients, WaitLog(), math.inf
         while True:
             self.poll(grid)
-            if len(self.members) >= required and not self._pending:
-                return
-            if len(self.members) != logged:
-                logged = len(self.members)
-                log(INFO, "clients enrolled: %d; the first round needs %d", logged, required)
+            if len(self.members) >= required:
+                start_at = min(start_at, time.monotonic() + self.deployment.enroll_timeout_seconds)
+                if time.monotonic() >= start_at or not any(query.is_first for query in self._queries.values()):
+                    return
+            wait_log.log(f"the first round needs {required} clients, {len(self.members)} enrolled; {self._nodes()}")
             time.sleep(poll_seconds)
 
     def wait_for_reachable_client(self, grid: Grid, poll_seconds: float = 1.0) -> None:
         """Wait while no client is reachable: such a round would be charged to all and teach nothing."""
-        self.poll(grid, requery=True)
-        for attempt in itertools.count():
-            if any(self.reachable_node(client) is not None for client in self.members):
-                return
-            if attempt % 60 == 0:
-                log(WARNING, "no client is reachable, or all have withdrawn: waiting before the next round is charged")
+        wait_log = WaitLog()
+        self.poll(grid)
+        while not any(self.reachable_node(client) is not None for client in self.members):
+            reason = f"none of {len(self.members)} clients is reachable, {len(self.withdrawn)} of them withdrew"
+            wait_log.log(f"{reason}; {self._nodes()}; no round is charged")
             time.sleep(poll_seconds)
             self.poll(grid)
 
     def requery(self, client: str) -> None:
         """Query a client again before the next round: its owner may want another level."""
         if client in self.node_of:
-            self._nodes_to_requery.add(self.node_of[client])
+            self._queries.pop(self.node_of[client], None)
+
+    def withdraw(self, client: str, reason: str) -> None:
+        """Send a client nothing further, until it enrolls again."""
+        if client not in self.withdrawn:
+            self.withdrawn.add(client)
+            log(WARNING, "client %s is sent nothing further: %s", client[:8], reason)
 
     def reachable_node(self, client: str) -> int | None:
         """The node of a client that a round can be sent to, or None."""
         return None if client in self.withdrawn else self.node_of.get(client)
 
-    def _query(self, grid: Grid, nodes: list[int]) -> None:
-        if not nodes:
-            return
-        timeout = self.deployment.enroll_timeout_seconds
+    def _query(self, grid: Grid, nodes: list[int]) -> bool:
+        """Query those of the nodes that are due; whether there are any."""
+        now, numbers = time.monotonic(), dict[int, int]()
+        for node in nodes:
+            previous = self._queries.get(node, Query(0, -math.inf))
+            if now >= previous.repeat_at:
+                numbers[node] = previous.number + 1
+        if not numbers:
+            return False
         offer = replace(self._offer, charged_rounds=self.ledger.charged_rounds(f"{self._offer.run}/"))
-        messages = {node: offer_message(node, offer, timeout) for node in nodes}
+        messages = {node: offer_message(node, offer, self._timeout(number)) for node, number in numbers.items()}
         pushed = set(grid.push_messages(list(messages.values())))
-        deadline = time.monotonic() + timeout
         for node, message in messages.items():
-            if message.metadata.message_id in pushed:
-                self._pending[message.metadata.message_id] = PendingQuery(node, deadline)
-                self._queried_nodes.add(node)
+            message_id, number = message.metadata.message_id, numbers[node]
+            if message_id in pushed:
+                self._queries[node] = Query(number, now + self._timeout(number), message_id)
+            if number > 1:
+                log(WARNING, "node %d did not answer the offer; query %d", node, number)
+        return True
 
-    def _collect_answers(self, grid: Grid, connected: set[int]) -> None:
-        if not self._pending:
-            return
-        replies = {reply.metadata.reply_to_message_id: reply for reply in grid.pull_messages(sorted(self._pending))}
-        for message_id, query in sorted(self._pending.items(), key=lambda item: item[1]):
-            reply, is_connected = replies.get(message_id), query.node in connected
-            if reply is None and time.monotonic() < query.deadline and is_connected:
+    def _collect_answers(self, grid: Grid) -> None:
+        pending = {node: query.message_id for node, query in sorted(self._queries.items()) if query.message_id}
+        pulled = grid.pull_messages(sorted(pending.values())) if pending else []
+        replies = {reply.metadata.reply_to_message_id: reply for reply in pulled}
+        for node, message_id in pending.items():
+            if (reply := replies.get(message_id)) is None:
                 continue
-            del self._pending[message_id]
-            if _is_gone(reply, is_connected):
-                self._queried_nodes.discard(query.node)  # it is queried again when it reconnects
-            elif reply is None or reply.has_error():
-                self._nodes_to_requery.add(query.node)
-                log(WARNING, "node %d did not answer the offer and is queried again before the next round", query.node)
+            query = self._queries[node]._replace(message_id="")
+            self._queries[node] = query if reply.has_error() else query._replace(repeat_at=math.inf)
+            if reply.has_error():
+                log(WARNING, "node %d answered the offer with error %d", node, reply.error.code)
             else:
-                self._enroll(query.node, parse_enrollment(reply))
+                self._enroll(node, parse_enrollment(reply))
+
+    def _timeout(self, number: int) -> float:
+        """The seconds to answer a query by its number: a slow node gets more time each time."""
+        return self.deployment.enroll_timeout_seconds * min(2 ** (number - 1), MAX_TIMEOUT_FACTOR)
+
+    def _nodes(self) -> str:
+        """The connected nodes in words."""
+        silent = sorted(node for node, query in self._queries.items() if query.repeat_at < math.inf)
+        names = ", ".join(map(str, silent[:3])) + (", …" if len(silent) > 3 else "")
+        without_answer = f", {len(silent)} without an answer ({names})" if silent else ""
+        return f"{pluralize(len(self._queries), 'node')} connected{without_answer}"
 
     def _enroll(self, node: int, enrollment: Enrollment) -> None:
         client = enrollment.client_id or f"node {node}"
@@ -156,7 +193,7 @@ class Registry:
         """Whether the client may use the node: neither has been seen with another one."""
         if self.node_of.get(client, node) != node:
             log(WARNING, "node %d claims to be %s, which is connected as another node: not admitted", node, label)
-            self._queried_nodes.discard(node)  # the other connection may be an old one that is about to end
+            self._queries[node] = self._queries[node]._replace(blocked_by=self.node_of[client])  # may be about to end
             return False
         first_client = self._first_client_of.setdefault(node, client)
         if first_client != client:
@@ -185,10 +222,3 @@ def _offer(deployment: Deployment, run: str) -> LevelOffer:
     noise_multipliers = [deployment.advertised_noise(groups[name]) for name in names]
     sampling_rates = [groups[name].sampling_rate for name in names]
     return LevelOffer(run, 0, list(names), noise_multipliers, sampling_rates, deployment.rounds)
-
-
-def _is_gone(reply: Message | None, is_connected: bool) -> bool:
-    """Whether a node disconnected before it answered."""
-    if reply is None:
-        return not is_connected
-    return reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE

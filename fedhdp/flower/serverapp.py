@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-from flwr.app import ConfigRecord, Context
+from flwr.app import ConfigRecord, Context, Message
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
 from fedhdp.errors import ModelError, RunError
 from fedhdp.flower.config import Deployment
 from fedhdp.flower.protocol import Arrays, array_shapes, send_and_gather, to_record, unflatten
-from fedhdp.flower.registry import Registry
+from fedhdp.flower.registry import Registry, WaitLog
 from fedhdp.flower.strategy import FedHDP
 from fedhdp.privacy.budget import BudgetExhausted, DeploymentBilling, Segment
 from fedhdp.privacy.ledger import Ledger
@@ -183,7 +183,7 @@ def _run_rounds(
         except BudgetExhausted as error:
             log(WARNING, "stopping after round %d: %s", strategy.round, error)
             return str(error)
-        strategy.aggregate_train(server_round, send_and_gather(grid, messages, deployment.reply_timeout_seconds))
+        strategy.aggregate_train(server_round, _gather(grid, strategy, messages))
         variant.append_history(strategy.metric_rows)
         save_checkpoint()
     return None
@@ -193,9 +193,19 @@ def _evaluate(grid: Grid, strategy: FedHDP, variant: VariantDirectory) -> None:
     """Score the final models, on the clients and on the server's test set."""
     deployment = strategy.deployment
     messages = strategy.configure_evaluate(deployment.rounds, to_record(strategy.model), ConfigRecord(), grid)
-    replies = send_and_gather(grid, messages, deployment.reply_timeout_seconds)
-    strategy.aggregate_evaluate(deployment.rounds, replies)
+    strategy.aggregate_evaluate(deployment.rounds, _gather(grid, strategy, messages))
     variant.append_history(strategy.metric_rows)
+
+
+def _gather(grid: Grid, strategy: FedHDP, messages: list[Message]) -> list[Message]:
+    """Send messages and gather the replies; nodes that come in the meantime are queried, for the next round."""
+    seconds, wait_log = strategy.deployment.reply_timeout_seconds, WaitLog(delay=30.0)
+
+    def while_waiting(missing: int) -> None:
+        strategy.registry.poll(grid)
+        wait_log.log(f"{missing} of {len(messages)} clients have not replied; they have {seconds:g} s")
+
+    return send_and_gather(grid, messages, seconds, while_waiting)
 
 
 def _state_arrays(strategy: FedHDP) -> dict[str, np.ndarray]:

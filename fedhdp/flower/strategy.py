@@ -45,7 +45,8 @@ from fedhdp.flower.registry import Registry
 from fedhdp.mechanism import SERVER, Mechanism, RoundParams
 from fedhdp.privacy.accounting import pluralize
 from fedhdp.privacy.budget import DeploymentBilling
-from fedhdp.results.metrics import MetricRow, clip_rows, group_rows
+from fedhdp.results.metrics import clip_rows, group_rows
+from fedhdp.results.schema import ACCURACY, MetricRow
 from fedhdp.rng import COHORT, NOISE, os_entropy, stream
 from fedhdp.server import Layers, ServerState, Sums
 
@@ -115,7 +116,11 @@ class FedHDP(Strategy):
     def admit(self, grid: Grid) -> None:
         """Let newly enrolled clients take part, and size the server's state for the mechanism's groups."""
         self.registry.poll(grid)
-        self.billing.admit(self.registry.members)
+        members = dict(self.registry.members)
+        refused_levels = self.billing.refused_levels(members)
+        for client in [client for client, level in members.items() if level in refused_levels]:
+            self.registry.withdraw(client, f"level {members.pop(client)} allows no round of this run")
+        self.billing.admit(members)
         mechanism = self.billing.mechanism
         if self.state is None:
             self._layers(mechanism)  # refuses layers that are not the model's
@@ -190,8 +195,8 @@ class FedHDP(Strategy):
         log(INFO, "%s; levels from the strictest on: %s", pluralize(self.deployment.rounds), levels)
 
     def _clients(self) -> list[tuple[str, int]]:
-        """Every client with its group's number, in the mechanism's order."""
-        members = self.registry.members.items()
+        """Every admitted client with its group's number, in the mechanism's order."""
+        members = self.billing.members.items()
         groups = enumerate(group.name for group in self.billing.mechanism.groups)
         return [(client, number) for number, name in groups for client, level in members if level == name]
 
@@ -292,7 +297,7 @@ class FedHDP(Strategy):
             if clients:
                 group_K = np.array([group_of[client] for client in clients])
                 score_K = np.array([scores[client][model] for client in clients])
-                rows += group_rows(self.round, model, names, group_K, score_K)
+                rows += group_rows(self.round, model, ACCURACY, names, group_K, score_K)
         return rows
 
     def _server_rows(self) -> list[MetricRow]:

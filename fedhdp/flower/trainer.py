@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedhdp.client import LocalTraining, as_floats, shuffle
+from fedhdp.client import LocalTraining, scale_inputs, shuffle
 from fedhdp.engine import kernels
 from fedhdp.engine.chunk import Clients, client_updates
 from fedhdp.engine.low_rank import parametrize
@@ -48,11 +48,13 @@ def initial_arrays(model: Model, seed: int) -> Arrays:
     return to_arrays(model.init(_key(seed, MODEL, 0)))
 
 
-def scorer(model: Model, x_N: np.ndarray, y_N: np.ndarray) -> Callable[[Arrays], float]:
-    """A function that returns a model's mean score on these examples."""
+def scorer(
+    model: Model, x_N: np.ndarray, y_N: np.ndarray, input_scale: float | None = None
+) -> Callable[[Arrays], float]:
+    """A function that returns a model's mean score on these examples; ``input_scale`` as in `FederatedData`."""
 
     def score(arrays: Arrays) -> float:
-        outputs_N = model.apply(to_parameters(model, arrays), as_floats(jnp.asarray(x_N)), None)
+        outputs_N = model.apply(to_parameters(model, arrays), scale_inputs(jnp.asarray(x_N), input_scale), None)
         return float(jnp.mean(model.score(outputs_N, jnp.asarray(y_N))))
 
     return score
@@ -65,6 +67,7 @@ def jax_trainer(
     y_M: np.ndarray,
     test: tuple[np.ndarray, np.ndarray] | None = None,
     batches: tuple[int, int] | None = None,
+    input_scale: float | None = None,
 ) -> Trainer:
     """A trainer that computes what the simulator computes for a client.
 
@@ -75,6 +78,7 @@ def jax_trainer(
         y_M: Their labels.
         test: Inputs and labels of the client's test examples, if it has any.
         batches: A seed and the client's number, for the simulator's batches; default: random batches.
+        input_scale: Inputs are multiplied by it, 1/255 for bytes of images; None: they reach the model as they are.
     """
 
     def fit(parameters: Arrays, personal: Arrays, pull: float, round: int) -> tuple[Arrays, Arrays | None]:
@@ -83,22 +87,22 @@ def jax_trainer(
         seed, number = batches if batches is not None else (secrets.randbits(31), 0)
         key = jax.random.fold_in(_key(seed, BATCHES, round), number)
         rates = jnp.array(training.rates(round), jnp.float32)
-        train = _compile(model, training)
+        train = _compile(model, training, input_scale)
         update, personal_theta = train(theta, personal_theta, x_M, y_M, jnp.float32(pull), key, rates)
         trained = jax.tree.map(jnp.add, theta, update)
         return to_arrays(trained), None if personal_theta is None else to_arrays(personal_theta)
 
-    return Trainer(fit, None if test is None or not len(test[1]) else scorer(model, *test))
+    return Trainer(fit, None if test is None or not len(test[1]) else scorer(model, *test, input_scale))
 
 
 @lru_cache(maxsize=8)
-def _compile(model: Model, training: LocalTraining) -> Callable:
+def _compile(model: Model, training: LocalTraining, input_scale: float | None) -> Callable:
     """A compiled round of one client, a chunk of one."""
 
     def train(theta, personal, x_M, y_M, pull, key, rates):
         count = len(y_M)
         order_M = shuffle(key, count, count)
-        x_CM, y_CM = as_floats(x_M[order_M])[None], y_M[order_M][None]
+        x_CM, y_CM = scale_inputs(x_M[order_M], input_scale)[None], y_M[order_M][None]
         theta_R = take(theta, None)
         personal_CV = None if personal is None else take(personal, (None, None))
         run_V, pull_CV = np.zeros(0 if personal is None else 1, int), jnp.full((1, 0 if personal is None else 1), pull)

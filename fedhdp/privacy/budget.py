@@ -200,6 +200,34 @@ class DeploymentBilling:
         """The mechanism with all groups, also those that were dropped."""
         return self._build_mechanism(Counter(self._members.values()))
 
+    @property
+    def members(self) -> dict[str, str]:
+        """The admitted clients with their levels, in the order of enrollment."""
+        return dict(self._members)
+
+    def refused_levels(self, members: Mapping[str, str]) -> set[str]:
+        """The levels of these clients that are new to a run under way and would end it.
+
+        A level would end it if its budget allows no round, or if it has no noise here and had some in another run.
+        """
+        if not self.segments:
+            return set()
+        mechanism, refused_levels = self._build_mechanism(Counter(members.values())), set()
+        costs, present = _round_costs(mechanism, self.repeatable), {group.name for group in self.mechanism.groups}
+        for group in mechanism.groups:
+            if group.name in present:
+                continue
+            budget, past = self.ledger.budget(group.name), self.ledger.costs(group.name)
+            is_exhausted = budget is not None and rounds_left(past, costs[group.name], budget) < 1
+            had_noise = any(
+                other.name == group.name and not other.opted_out
+                for run in self.ledger.runs()
+                for other in run.mechanism.groups
+            )
+            if (is_exhausted and self.on_exhausted == "stop") or (group.opted_out and had_noise):
+                refused_levels.add(group.name)
+        return refused_levels
+
     def admit(self, members: Mapping[str, str]) -> None:
         """Run the next rounds with these clients, each with its level.
 

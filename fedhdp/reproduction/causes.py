@@ -80,6 +80,7 @@ def standardize(data: FederatedData) -> FederatedData:
         train=train._replace(x_N=scale(train.x_N)),
         test=test._replace(x_N=scale(test.x_N)),
         server_x_N=scale(data.server_x_N),
+        input_scale=None,
     )
 
 

@@ -23,11 +23,13 @@ def fewer_clients(part):
     [
         ("test", {"test": fewer_clients(DATA.test)}),
         ("validation", {"validation": fewer_clients(DATA.test)}),
-        ("labels", {"server_y_N": DATA.server_y_N[:, None]}),
+        ("targets", {"server_y_N": DATA.server_y_N[:, None]}),
         ("labels", {"server_y_N": DATA.server_y_N.astype(np.float32)}),
         ("labels", {"server_y_N": DATA.server_y_N + 1}),
         ("inputs", {"server_x_N": DATA.server_x_N[:, :-1]}),
-        ("inputs", {"server_x_N": DATA.server_x_N.astype(np.float32)}),
+        ("inputs", {"server_x_N": DATA.server_x_N.astype(np.float32), "input_scale": None}),
+        ("inputs", {"server_x_N": DATA.server_x_N.astype(str)}),
+        ("server_x_N", {"server_x_N": DATA.server_x_N[1:]}),
     ],
 )
 def test_data_that_does_not_fit_is_refused(field, changes):
@@ -53,3 +55,7 @@ def test_model_that_does_not_fit_is_refused(field, model, kind):
 
 def test_data_and_model_that_fit_are_accepted():
     check_data(DATA, MODEL)
+
+
+def test_server_without_examples_is_accepted():
+    check_data(DATA._replace(server_x_N=np.zeros((0,)), server_y_N=np.zeros(0)), MODEL)

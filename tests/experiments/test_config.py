@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fedhdp.algorithms import ALGORITHMS
+from fedhdp.algorithms import ALGORITHM_NAMES, ALGORITHMS
 from fedhdp.client import LocalTraining
 from fedhdp.errors import ConfigError
 from fedhdp.experiments import EXPERIMENTS, Experiment, Variant, find, from_toml, to_toml
@@ -20,6 +20,7 @@ from fedhdp.mechanism import AdaptiveClip
 from fedhdp.privacy.accounting import gaussian_epsilon
 from fedhdp.privacy.budget import Budget
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
+from fedhdp.results.store import slug
 from fedhdp.server import ServerOptimizer
 
 BAD = {  # what is wrong: the text, its replacement, and the field and value of the error
@@ -115,6 +116,19 @@ def test_directory_of_a_run_is_not_an_experiment(tmp_path):
     with raises_field("experiment", ConfigError) as error:
         find(str(tmp_path), EXPERIMENTS)
     assert f"fedhdp run --resume {tmp_path}" in str(error.value)
+
+
+def test_names_default_to_the_file_and_the_algorithm(tmp_path):
+    text = TINY.read_text().replace('name = "tiny"\n', "").replace('name = "FedHDP"\n', "")
+    (tmp_path / "clinics.toml").write_text(text)
+    experiment = find(str(tmp_path / "clinics.toml"), EXPERIMENTS)
+    assert experiment.name == "clinics"
+    assert [variant.name for variant in experiment.variants] == ["DP-FedAvg", "FedHDP"]
+
+
+def test_every_algorithm_has_a_name():
+    assert ALGORITHM_NAMES.keys() == ALGORITHMS.keys()
+    assert len({slug(name) for name in ALGORITHM_NAMES.values()}) == len(ALGORITHMS)
 
 
 def test_paths_are_relative_to_the_file(tmp_path):

@@ -35,8 +35,8 @@ def test_runs_and_states_epsilons(name, tmp_path):
     for variant in summary.variants:
         assert 0 <= variant.server_accuracy <= 1
         for group in variant.groups:
-            assert 0 <= group.global_accuracy <= 1
-            assert 0 <= group.personal_accuracy <= 1
+            assert 0 <= group.values["global/accuracy"] <= 1
+            assert 0 <= group.values["personal/accuracy"] <= 1
             if group.unprotected:
                 assert group.epsilon == math.inf
             elif variant.algorithm == "local_only":  # nothing is sent

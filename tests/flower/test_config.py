@@ -94,7 +94,7 @@ def test_unstable_pull_is_refused(tmp_path):
 @pytest.mark.slow
 def test_run_directory_is_the_simulators(tmp_path):
     deployment = make_deployment(tmp_path, evaluate_every=1)
-    score, out = scorer(MODEL, DATA.server_x_N, DATA.server_y_N), Path(deployment.out)
+    score, out = scorer(MODEL, DATA.server_x_N, DATA.server_y_N, DATA.input_scale), Path(deployment.out)
     summary = run_deployment(make_grid(app=JAX_APP), deployment, initial_arrays(MODEL, SEED), score)
     (variant,) = summary.variants
     assert read_value(out / "summary.json", Summary) == summary

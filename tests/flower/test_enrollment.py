@@ -23,7 +23,6 @@ from flower_helpers import (
     strict_node,
 )
 from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.clientapp import ClientApp
 from msgspec.structs import replace
 
 from fedhdp.flower.registry import Registry
@@ -37,24 +36,6 @@ def test_default_is_the_strictest_level(tmp_path):
     grid = InProcessGrid([plain_node(1), plain_node(2, privacy="ultra"), plain_node(5, privacy="open")])
     run_plain(grid, deployment)
     assert sorted(registered_levels(deployment)) == ["open", "strict", "strict"]
-
-
-def test_node_without_an_answer_is_queried_again(tmp_path):
-    failing, late = Node(3, ClientApp(), privacy="open"), plain_node(4, privacy="open")
-    deployment = make_deployment(tmp_path, levels=ALWAYS_SAMPLED)
-    grid = InProcessGrid([failing, late, plain_node(5, privacy="strict")])
-
-    def tamper(message: Message, reply: Message, node: Node) -> list[Message]:
-        is_late = node is late and len(late.received_of("query")) == 1
-        return [] if is_late else [reply]
-
-    grid.tamper = tamper
-    run_plain(grid, deployment)
-    assert sorted(registered_levels(deployment)) == ["open", "strict"]
-    assert len(failing.received_of("query")) == 4  # at the start, and before each round
-    assert len(late.received_of("query")) == 2
-    assert not failing.received_of("train")
-    assert late.received_of("train")
 
 
 def test_strictest_level_has_the_smallest_epsilon(tmp_path):
@@ -166,10 +147,10 @@ def test_nothing_is_charged_while_no_client_is_reachable(tmp_path, monkeypatch):
         if not charged:
             disconnected.update(grid.nodes)
 
-    def poll_without_nodes(self, grid: InProcessGrid, requery: bool = False) -> None:
+    def poll_without_nodes(self, grid: InProcessGrid) -> None:
         if disconnected and len(charged) < 3:
             grid.nodes = {}
-        poll(self, grid, requery)
+        poll(self, grid)
 
     def sleep(seconds: float) -> None:
         if seconds == 1.0:

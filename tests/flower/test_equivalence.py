@@ -55,8 +55,10 @@ def test_deployment_equals_simulation(tmp_path):
         np.testing.assert_allclose(model[name], array, atol=2e-6)
     scores = {(row.group, row.model, row.metric): row.value for row in simulation.history}
     for group, simulated in zip(variant.groups, simulation.result("", 1e-4).groups, strict=True):
-        assert group.global_accuracy == pytest.approx(scores[group.name, "global", "accuracy"], abs=1e-6)
-        assert group.personal_accuracy == pytest.approx(scores[group.name, "personal", "accuracy"], abs=1e-6)
+        assert group.value("accuracy") == pytest.approx(scores[group.name, "global", "accuracy"], abs=1e-6)
+        assert group.value("accuracy", "personal") == pytest.approx(
+            scores[group.name, "personal", "accuracy"], abs=1e-6
+        )
         assert group.epsilon == simulated.epsilon
         assert group.epsilon_pld == simulated.epsilon_pld
         assert group.epsilon_basis == simulated.epsilon_basis

@@ -76,8 +76,12 @@ def test_gain_of_opting_out():
 def two_groups() -> list[GroupResult]:
     """100 opted-out clients with accuracy 0.9, 300 private ones with 0.7."""
     return [
-        GroupResult(OPTED_OUT, 100, True, *(0.0,) * 4, global_accuracy=0.9, global_variance=0.01),
-        GroupResult(PRIVATE, 300, False, *(0.0,) * 4, global_accuracy=0.7, global_variance=0.03),
+        GroupResult(
+            OPTED_OUT, 100, True, *(0.0,) * 4, values={"global/accuracy": 0.9, "global/accuracy_variance": 0.01}
+        ),
+        GroupResult(
+            PRIVATE, 300, False, *(0.0,) * 4, values={"global/accuracy": 0.7, "global/accuracy_variance": 0.03}
+        ),
     ]
 
 

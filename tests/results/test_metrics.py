@@ -10,14 +10,29 @@ import pytest
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import compose, privacy_costs
 from fedhdp.results.metrics import group_rows, half_interval
-from fedhdp.results.schema import MetricRow, VariantResult, account_groups, attach_metrics
+from fedhdp.results.schema import ACCURACY, MetricInfo, MetricRow, VariantResult, account_groups, attach_metrics
 
 
 def test_group_rows_skip_clients_without_examples():
     scores = np.array([0.2, 0.4, math.nan, math.nan])
-    rows = group_rows(3, "global", ["a", "b"], np.array([0, 0, 0, 1]), scores)
-    assert {(row.group, row.metric) for row in rows} == {("a", "accuracy"), ("a", "variance"), ("a", "worst_decile")}
-    assert [row.value for row in rows] == pytest.approx([0.3, 0.01, 0.2])
+    rows = group_rows(3, "global", ACCURACY, ["a", "b"], np.array([0, 0, 0, 1]), scores)
+    assert {row.group for row in rows} == {"a"}
+    names = ["accuracy", "accuracy_variance", "accuracy_worst_decile", "accuracy_clients"]
+    assert [row.metric for row in rows] == names
+    assert [row.value for row in rows] == pytest.approx([0.3, 0.01, 0.2, 2])
+
+
+def test_the_worst_decile_of_an_error_is_its_largest():
+    loss = MetricInfo("loss", higher_is_better=False)
+    rows = group_rows(3, "global", loss, ["a"], np.zeros(20, int), np.arange(20.0))
+    assert {row.metric: row.value for row in rows}["loss_worst_decile"] == 18.5
+
+
+def test_infinite_losses_have_no_variance():
+    loss = MetricInfo("loss", higher_is_better=False)
+    rows = group_rows(3, "global", loss, ["a"], np.zeros(2, int), np.array([math.inf, 1.0]))
+    values = {row.metric: row.value for row in rows}
+    assert values == {"loss": math.inf, "loss_worst_decile": math.inf, "loss_clients": 2}
 
 
 def test_half_interval_is_students():
@@ -32,7 +47,7 @@ def test_attached_metrics_are_of_the_last_round():
     history += [MetricRow(2, "server", "global", "clip", 0.7), MetricRow(2, "a", "global", "refused", 4.0)]
     result = attach_metrics(VariantResult("x", "fedhdp", 2, 0.0, False, groups), history)
     assert (result.clip, result.server_accuracy) == (0.7, None)
-    assert (result.groups[0].personal_accuracy, result.groups[0].refused) == (0.2, 4)
+    assert (result.groups[0].values, result.groups[0].refused) == ({"personal/accuracy": 0.2}, 4)
 
 
 def test_epsilon_states_its_basis():

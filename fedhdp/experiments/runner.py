@@ -38,7 +38,7 @@ def run(experiment: Experiment, out: Path, watch: Watch) -> Summary:
         RunError: If the directory is in use.
         FedHDPError: If the experiment cannot be run.
     """
-    mechanism = experiment.mechanism.build(experiment.rounds, experiment.delta)
+    mechanism = experiment.build_mechanism()
     experiment = experiment.pin()
     with RunDirectory.create(out, to_toml(experiment).encode()) as directory:
         try:
@@ -60,7 +60,7 @@ def resume(out: Path, watch: Watch) -> Summary:
         experiment = read_experiment(out)
         if (out / SUMMARY_FILE).exists():
             return read_value(out / SUMMARY_FILE, Summary)
-        return _run(experiment, experiment.mechanism.build(experiment.rounds, experiment.delta), directory, watch)
+        return _run(experiment, experiment.build_mechanism(), directory, watch)
 
 
 def run_or_resume(experiment: Experiment, out: Path, watch: Watch) -> Summary:
@@ -118,7 +118,7 @@ def _run(experiment: Experiment, mechanism: Mechanism, directory: RunDirectory, 
         use_cpu_cores()  # before anything below uses JAX
         data = experiment.data.load(experiment.mechanism, experiment.seed)
         model = experiment.model.build(int(np.prod(data.input_shape)), data.classes)
-        mechanisms = [variant.mechanism(mechanism) for variant in experiment.variants]
+        mechanisms = experiment.variant_mechanisms(mechanism)
         private = any(not group.opted_out for variant in mechanisms for group in variant.groups)
         cohort_entropy = os_entropy(4) if private and experiment.ledger is None else None  # all variants are paired
         with _open_ledger(experiment, mechanism, mechanisms) as ledger:

@@ -14,6 +14,7 @@ from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData, examples
 from fedhdp.mechanism import LayerClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, mlp
+from fedhdp.optimizers import OptimizerConfig
 from fedhdp.simulation import Simulation
 
 THREE_LAYERS = LayerClip({"first/w": 0.3, "first/b": 0.02, "rest": 0.1}, learning_rate=0.0)
@@ -31,6 +32,12 @@ MECHANISMS = {
     "three fixed layers": mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.1), clip=THREE_LAYERS, noise="per_group"),
 }
 
+ADAM = {
+    "optimizer": OptimizerConfig("adam", learning_rate=0.02, eps=1e-3),
+    "personal_learning_rate": 0.01,
+    "proximal": 0.8,
+}
+
 
 @pytest.mark.parametrize("mechanism", MECHANISMS.values(), ids=MECHANISMS.keys())
 def test_rounds_agree_with_algorithm_1_in_plain_loops(data, mechanism: Mechanism):
@@ -44,11 +51,12 @@ def test_rounds_agree_with_plain_loops_for_clients_of_one_size():
 @pytest.mark.parametrize("sizes", [[7] * 19, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6]])
 @pytest.mark.parametrize(
     "otherwise",
-    [{"drop_remainder": True}, {"personal_epochs": 1}, {"proximal": 0.8}],
+    [{"drop_remainder": True}, {"personal_epochs": 1}, {"proximal": 0.8}, ADAM],
     ids=lambda given: next(iter(given)),
 )
 def test_rounds_agree_with_plain_loops_for_other_training(sizes, otherwise):
-    agree(tiny_data(sizes), MECHANISMS["two levels, the paper's"], replace(TRAINING, **otherwise))
+    rates = {"learning_rate": None, "decay": 1.0} if "optimizer" in otherwise else {}
+    agree(tiny_data(sizes), MECHANISMS["two levels, the paper's"], replace(TRAINING, **rates, **otherwise))
 
 
 def agree(data: FederatedData, mechanism: Mechanism, training: LocalTraining = TRAINING) -> None:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import msgspec
 import tomli_w
+from msgspec.structs import replace
 
 from fedhdp.algorithms import ALGORITHM_NAMES, ALGORITHMS
 from fedhdp.client import LocalTraining
@@ -98,6 +99,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ledger: The file with what the population has spent; relative to the experiment's file.
         budgets: Budgets over all runs of the ledger, by group.
         on_budget_exhausted: Whether the run stops, or goes on without the group.
+        sweep: Lists of values by key; `fedhdp.experiments.sweep.expand` makes variants and experiments of their product.
     """
 
     name: str
@@ -117,6 +119,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ledger: str | None = None
     budgets: dict[str, Budget] = {}
     on_budget_exhausted: OnBudgetExhausted = "stop"
+    sweep: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
         require(self.rounds >= 1, "rounds", self.rounds, "at least 1")
@@ -262,4 +265,12 @@ def find(name: str, presets: Mapping[str, Callable[[], Experiment]]) -> Experime
         raise ConfigError(f"{name} cannot be read: {error.strerror}", "experiment", name) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: not TOML: {error}", "experiment", name) from error
-    return from_toml(text, name).resolve(path.absolute().parent)
+    experiment, directory = from_toml(text, name), path.absolute().parent
+    if not experiment.sweep:
+        return experiment.resolve(directory)
+    from fedhdp.experiments.sweep import resolve_sweep
+
+    try:
+        return replace(experiment.resolve(directory), sweep=resolve_sweep(experiment, directory))
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}", error.field, error.value) from error

@@ -17,7 +17,7 @@ from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData, examples
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, squared_error
-from fedhdp.privacy.accounting import format_epsilon, reports_by_accountant
+from fedhdp.privacy.accounting import epsilon_reports
 from fedhdp.privacy.calibration import calibrate
 from fedhdp.simulation import Simulation
 
@@ -78,8 +78,8 @@ if __name__ == "__main__":
     clinics, net = data(seed=0), model()
     training = LocalTraining(epochs=3, batch_size=10, learning_rate=0.02)
     mechanisms = {"equal": mechanism, "by noise": by_noise(mechanism)}
-    for rdp, pld in reports_by_accountant(mechanisms["by noise"], ROUNDS, DELTA):
-        print(f"{rdp}, by PLD {format_epsilon(pld.epsilon)}")
+    for report in epsilon_reports(mechanisms["by noise"], ROUNDS, DELTA).values():
+        print(report)
     simulation = Simulation(clinics, net, list(mechanisms.values()), training, NESTEROV)
     simulation.run(ROUNDS)
     for name, rows in zip(mechanisms, simulation.evaluate(), strict=True):

@@ -66,7 +66,7 @@ def write_runs(
     seeds = range(seeds) if isinstance(seeds, int) else seeds
     for part in extensions.make_parts(table, rows, seeds, Options("handwriting")):
         experiment = part.experiment
-        promise = experiment.mechanism.build(experiment.rounds, experiment.delta)
+        promise = experiment.build_mechanism()
         results = [
             _result(table, experiment.rounds, variant, promise, part.seed, shift) for variant in experiment.variants
         ]

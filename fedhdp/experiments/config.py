@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,7 +18,10 @@ from fedhdp.errors import ConfigError, InvalidValueError, require
 from fedhdp.experiments import components
 from fedhdp.experiments.components import DataConfig, MlpConfig, ModelConfig, PythonFile, describe_data
 from fedhdp.experiments.errors import FieldNames, config_error
+from fedhdp.experiments.file_data import DataFiles
+from fedhdp.experiments.weights import count_parameters
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, Sampling
+from fedhdp.privacy.accounting import Accountant, default_accountant
 from fedhdp.privacy.budget import Budget, OnBudgetExhausted
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 from fedhdp.results.store import EXPERIMENT_FILE, is_directory_name, slug
@@ -33,6 +37,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         weights: Weights of groups, by name, instead of the mechanism's.
         pulls: Pulls of groups, by name, instead of the mechanism's.
         noise_multipliers: Noise multipliers of groups, by name, instead of the mechanism's.
+        epsilons: Epsilons of groups, by name, instead of the mechanism's epsilons or noise multipliers.
         noise: How noise is shared among groups; None takes the mechanism's.
         sampling: How cohorts are sampled; None takes the mechanism's.
         training: Fields that replace those of the experiment's training.
@@ -44,6 +49,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: dict[str, float] = {}
     pulls: dict[str, float] = {}
     noise_multipliers: dict[str, float] = {}
+    epsilons: dict[str, float] = {}
     noise: Noise | None = None
     sampling: Sampling | None = None
     training: dict[str, Any] = {}
@@ -54,15 +60,23 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.name == "":
             msgspec.structs.force_setattr(self, "name", ALGORITHM_NAMES[self.algorithm])
         require(is_directory_name(self.name), "name", self.name, "short, and not the name of a file of the run")
+        both = sorted(set(self.epsilons) & set(self.noise_multipliers))
+        require(not both, "epsilons", both, "of groups without one of noise_multipliers")
 
-    def mechanism(self, base: Mechanism) -> Mechanism:
+    def mechanism(
+        self, base: Mechanism, with_weights: Callable[[Mechanism, Iterable[str]], Mechanism] | None = None
+    ) -> Mechanism:
         """Apply the variant's changes and its algorithm to the experiment's mechanism.
+
+        Args:
+            base: The experiment's mechanism.
+            with_weights: Sets the weights that neither the groups nor the variant state; None keeps those of ``base``.
 
         Raises:
             InvalidValueError: If a name is of no group, or a value is out of range.
         """
         names = [group.name for group in base.groups]
-        for field in ("weights", "pulls", "noise_multipliers"):
+        for field in ("weights", "pulls", "noise_multipliers", "epsilons"):
             for name in getattr(self, field):
                 require(name in names, field, name, f"values by group ({', '.join(names)})")
         groups = tuple(
@@ -75,7 +89,10 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for group in base.groups
         )
         noise, sampling = self.noise or base.noise, self.sampling or base.sampling
-        return ALGORITHMS[self.algorithm](Mechanism(groups, base.clip, noise, sampling))
+        mechanism = Mechanism(groups, base.clip, noise, sampling)
+        if with_weights is not None and mechanism.without_pulls != base.without_pulls:
+            mechanism = with_weights(mechanism, self.weights)
+        return ALGORITHMS[self.algorithm](mechanism)
 
 
 class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,6 +113,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         evaluate_every: Rounds between evaluations; the last round is always evaluated.
         checkpoint_seconds: Seconds between checkpoints, at least.
         delta: The delta of groups without a delta.
+        accountant: What calibrates noise, computes epsilons and keeps budgets. None: RDP with a ledger or with fixed
+            cohorts, else PLD.
         ledger: The file with what the population has spent; relative to the experiment's file.
         budgets: Budgets over all runs of the ledger, by group.
         on_budget_exhausted: Whether the run stops, or goes on without the group.
@@ -116,6 +135,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     evaluate_every: int = 25
     checkpoint_seconds: float = 30.0
     delta: float = 1e-4
+    accountant: Accountant | None = None
     ledger: str | None = None
     budgets: dict[str, Budget] = {}
     on_budget_exhausted: OnBudgetExhausted = "stop"
@@ -132,12 +152,16 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(0 <= self.data.validation < 1, "data.validation", self.data.validation, "at least 0 and below 1")
         self._check_groups()
         self._check_variants()
+        if self.accountant == "pld":
+            rule = "'rdp' where there is a ledger or a variant with fixed cohorts"
+            require(self._default_accountant == "pld", "accountant", self.accountant, rule)
 
     def _check_groups(self) -> None:
         names = [group.name for group in self.mechanism.groups]
         total = sum(group.clients for group in self.mechanism.groups)
-        rule = f"groups with {self.data.clients} clients in total, as data.clients"
-        require(total == self.data.clients, "mechanism.groups", total, rule)
+        if not isinstance(self.data, DataFiles):
+            rule = f"groups with {self.data.clients} clients in total, as data.clients"
+            require(total == self.data.clients, "mechanism.groups", total, rule)
         budgets = list(self.budgets)
         require(not budgets or self.ledger is not None, "budgets", budgets, "empty without a ledger")
         for name in budgets:
@@ -152,6 +176,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for number, variant in enumerate(self.variants):
             training, _ = self.overrides(number)
             try:
+                self.mechanism.with_epsilons(variant.epsilons)
                 training.check(variant.mechanism(base))
             except InvalidValueError as error:
                 field = f"variants[{number}].{error.field}"
@@ -166,6 +191,50 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         variant, path = self.variants[number], f"variants[{number}]"
         training = _override(self.training, variant.training, f"{path}.training")
         return training, _override(self.server, variant.server, f"{path}.server")
+
+    @property
+    def _default_accountant(self) -> Accountant:
+        samplings = [variant.sampling or self.mechanism.sampling for variant in self.variants]
+        return default_accountant(self.mechanism.sampling, *samplings, ledger=self.ledger is not None)
+
+    @property
+    def run_accountant(self) -> Accountant:
+        """The accountant of the run: it calibrates the noise, computes the epsilons and keeps the budgets."""
+        return self.accountant or self._default_accountant
+
+    def build_mechanism(self) -> Mechanism:
+        """The mechanism that the groups asked for: calibrated, with the theory's weights where they state none.
+
+        Raises:
+            InvalidValueError: If no noise keeps an epsilon.
+            FedHDPError: If data or model are needed to count the parameters, and cannot be loaded.
+        """
+        return self._with_weights(self.mechanism.build(self.rounds, self.delta, self.run_accountant))
+
+    def variant_mechanisms(self, mechanism: Mechanism) -> list[Mechanism]:
+        """The mechanism of each variant, from that of `build_mechanism`."""
+        return [variant.mechanism(self._base(variant, mechanism), self._with_weights) for variant in self.variants]
+
+    def _base(self, variant: Variant, mechanism: Mechanism) -> Mechanism:
+        """The mechanism that a variant changes: calibrated for the variant's own epsilons where it has some."""
+        if not variant.epsilons:
+            return mechanism
+        return replace(self, mechanism=self.mechanism.with_epsilons(variant.epsilons)).build_mechanism()
+
+    def _with_weights(self, mechanism: Mechanism, given: Iterable[str] = ()) -> Mechanism:
+        """The mechanism with the theory's weights for groups that state none and are not among ``given``."""
+        free = {config.name for config in self.mechanism.groups if config.weight is None} - set(given)
+        if not free:
+            return mechanism
+        from fedhdp.theory.planning import with_optimal_weights
+
+        count = partial(count_parameters, self.data, self.model, self.mechanism, self.seed)
+        return with_optimal_weights(mechanism, self.rounds, count, free)
+
+    def epsilon_targets(self, variant: Variant) -> dict[str, float]:
+        """The epsilons that groups asked for, by name, unless the variant states their noise multipliers."""
+        targets = self.mechanism.with_epsilons(variant.epsilons).epsilon_targets
+        return {name: target for name, target in targets.items() if name not in variant.noise_multipliers}
 
     @property
     def population(self) -> str:
@@ -183,15 +252,15 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def resolve(self, directory: Path) -> Experiment:
         """The same experiment with the paths that are relative to this directory made absolute."""
-        return self._with_files(lambda file: file.resolve(directory), self.ledger and str(directory / self.ledger))
+        return self._with_files(lambda files: files.resolve(directory), self.ledger and str(directory / self.ledger))
 
     def pin(self) -> Experiment:
-        """The same experiment with absolute paths and the checksums of its Python files."""
-        return self._with_files(PythonFile.pin, self.ledger and str(Path(self.ledger).absolute()))
+        """The same experiment with absolute paths and the checksums of its files."""
+        return self._with_files(lambda files: files.pin(), self.ledger and str(Path(self.ledger).absolute()))
 
-    def _with_files(self, change: Callable[[PythonFile], PythonFile], ledger: str | None) -> Experiment:
+    def _with_files(self, change: Callable[[Any], Any], ledger: str | None) -> Experiment:
         components = {"data": self.data, "model": self.model}
-        files = {name: change(value) for name, value in components.items() if isinstance(value, PythonFile)}
+        files = {name: change(value) for name, value in components.items() if isinstance(value, PythonFile | DataFiles)}
         return msgspec.structs.replace(self, ledger=ledger, **files)
 
 

@@ -90,7 +90,7 @@ class RunFolder:
         experiment = experiment.pin()
         entries = _entries(experiment, seeds)
         for part in expand(experiment).values():
-            part.mechanism.build(part.rounds, part.delta)
+            part.build_mechanism()
         text = to_toml(experiment).encode()
         if (path / RUNS_FILE).exists():
             previous = cls._read(path, text)

@@ -45,7 +45,7 @@ def run(experiment: Experiment, out: Path, watch: Watch, cohort_entropy: np.ndar
         message = f"sweep makes {len(experiments)} experiments: run them with a RunFolder or fedhdp run"
         raise ConfigError(message, "sweep", list(experiments))
     [experiment] = experiments.values()
-    mechanism = experiment.mechanism.build(experiment.rounds, experiment.delta)
+    mechanism = experiment.build_mechanism()
     experiment = experiment.pin()
     with RunDirectory.create(out, to_toml(experiment).encode()) as directory:
         try:
@@ -67,8 +67,7 @@ def resume(out: Path, watch: Watch, cohort_entropy: np.ndarray | None = None) ->
         experiment = read_experiment(out)
         if (out / SUMMARY_FILE).exists():
             return read_value(out / SUMMARY_FILE, Summary)
-        mechanism = experiment.mechanism.build(experiment.rounds, experiment.delta)
-        return _run(experiment, mechanism, directory, watch, cohort_entropy)
+        return _run(experiment, experiment.build_mechanism(), directory, watch, cohort_entropy)
 
 
 def run_or_resume(experiment: Experiment, out: Path, watch: Watch, cohort_entropy: np.ndarray | None = None) -> Summary:
@@ -132,7 +131,7 @@ def _run(
         use_cpu_cores()  # before anything below uses JAX
         data = experiment.data.load(experiment.mechanism, experiment.seed)
         model = experiment.model.build(int(np.prod(data.input_shape)), data.classes)
-        mechanisms = [variant.mechanism(mechanism) for variant in experiment.variants]
+        mechanisms = experiment.variant_mechanisms(mechanism)
         private = any(not group.opted_out for variant in mechanisms for group in variant.groups)
         if not private or experiment.ledger is not None:
             cohort_entropy = None

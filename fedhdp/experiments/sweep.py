@@ -1,8 +1,8 @@
 """A sweep: the product of lists of values for keys of an experiment.
 
-A key that a variant can change (weights, pulls, noise, sampling, training, server) makes variants of one experiment, which
-run in as few simulations as possible. Any other key, such as the model's, makes an experiment for each of its values. A
-variant that the key does not change is kept once: DP-FedAvg has no weights to sweep.
+A key that a variant can change (a group's weight, pull, noise multiplier or epsilon, the noise, the sampling, training,
+server) makes variants of one experiment, which run in as few simulations as possible. Any other key, such as the model's,
+makes an experiment for each of its values. A variant that the key does not change is kept once: DP-FedAvg has no weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from msgspec.structs import replace
 from fedhdp.errors import ConfigError, FedHDPError
 from fedhdp.experiments.config import FIELDS, Experiment, Variant
 from fedhdp.experiments.errors import config_error
-from fedhdp.mechanism import Mechanism
 from fedhdp.results.store import is_directory_name, slug
 
 MAX_VARIANTS = 1000
@@ -32,7 +31,12 @@ FIXED = {
     "noise_seed": "several seeds are an option: --seeds",
     "variants": "name one: variants.NAME.weights.GROUP",
 }
-GROUP_CHANGES = {"weight": "weights", "pull": "pulls", "noise_multiplier": "noise_multipliers"}
+GROUP_CHANGES = {
+    "weight": "weights",
+    "pull": "pulls",
+    "noise_multiplier": "noise_multipliers",
+    "epsilon": "epsilons",
+}
 Point = dict[str, Any]  # a value for each key
 
 
@@ -178,19 +182,15 @@ def _is_variants(experiment: Experiment, key: str) -> bool:
         return rest != ""
     if key in ("mechanism.noise", "mechanism.sampling") or table == "variants":
         return True
-    group, _, field = key.removeprefix("mechanism.groups.").rpartition(".")
-    states_noise = all(g.noise_multiplier is not None for g in experiment.mechanism.groups if group in ("*", g.name))
-    return (
-        key.startswith("mechanism.groups.") and field in GROUP_CHANGES and (field != "noise_multiplier" or states_noise)
-    )
+    return key.startswith("mechanism.groups.") and key.rpartition(".")[2] in GROUP_CHANGES
 
 
 def _with_variants(experiment: Experiment, lists: Mapping[str, list[Any]], keys: Sequence[str]) -> Experiment:
     """The experiment with its variants at every point of some keys; each once for the keys that change it."""
-    mechanism, points, variants = _stand_in(experiment), _points(lists, keys), []
+    points, variants = _points(lists, keys), []
     for variant in experiment.variants:
         varied = [_vary(experiment, variant, point) for point in points]
-        effects = [_effect(experiment, mechanism, other) for other in varied]
+        effects = [_effect(experiment, other) for other in varied]
         changing = [key for key in keys if _has_effect(key, points, effects)]
         named: dict[str, Variant] = {}
         for point, other in zip(points, varied, strict=True):
@@ -203,16 +203,6 @@ def _with_variants(experiment: Experiment, lists: Mapping[str, list[Any]], keys:
         return replace(experiment, variants=tuple(variants))
     except FedHDPError as error:
         raise ConfigError(f"sweep: {error}", f"sweep ({', '.join(keys)})", error.value) from error
-
-
-def _stand_in(experiment: Experiment) -> Mechanism:
-    """A mechanism whose noise differs wherever the epsilons that groups ask for differ, without calibration."""
-
-    def with_noise(group: Any) -> Any:
-        return group if group.epsilon is None else replace(group, epsilon=None, noise_multiplier=1 / group.epsilon)
-
-    config = experiment.mechanism
-    return replace(config, groups=tuple(map(with_noise, config.groups))).uncalibrated()
 
 
 def _vary(experiment: Experiment, variant: Variant, point: Point) -> Variant:
@@ -242,10 +232,15 @@ def _vary(experiment: Experiment, variant: Variant, point: Point) -> Variant:
         raise config_error(error, raw, FIELDS, f"sweep ({', '.join(point)})") from error
 
 
-def _effect(experiment: Experiment, mechanism: Mechanism, variant: Variant) -> tuple[object, ...]:
-    """What a variant runs with."""
-    alone = replace(experiment, variants=(variant,))
-    return variant.mechanism(mechanism), *alone.overrides(0)
+def _effect(experiment: Experiment, variant: Variant) -> tuple[object, ...]:
+    """What a variant runs with; epsilons stand for themselves, so that nothing is calibrated."""
+
+    def with_noise(group: Any) -> Any:
+        return group if group.epsilon is None else replace(group, epsilon=None, noise_multiplier=1 / group.epsilon)
+
+    config = experiment.mechanism.with_epsilons(variant.epsilons)
+    mechanism = replace(config, groups=tuple(map(with_noise, config.groups))).uncalibrated()
+    return variant.mechanism(mechanism), *replace(experiment, variants=(variant,)).overrides(0)
 
 
 def _has_effect(key: str, points: Sequence[Point], effects: Sequence[tuple[object, ...]]) -> bool:

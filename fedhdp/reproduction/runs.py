@@ -51,16 +51,14 @@ class LineKey(msgspec.Struct, frozen=True, order=True):
 
 
 class GroupCost(msgspec.Struct, frozen=True):
-    """The epsilons of a group in some rows."""
+    """The epsilon of a group in some rows."""
 
     part: str
     rows: tuple[str, ...]
     group: str
-    epsilon: float | None  # by RDP accounting, for the sampling of the run; None: not known
-    epsilon_pld: float | None
+    epsilon: float | None  # by the run's accountant; None: not known
     basis: str
-    poisson_epsilon: float | None  # with Poisson sampling and the same noise, if the run had other sampling
-    poisson_epsilon_pld: float | None
+    poisson_epsilon: float | None  # by RDP, with Poisson sampling and the same noise, if the run had other sampling
 
 
 def read_runs(out: Path, table: str) -> tuple[list[FinishedRun], list[str]]:
@@ -198,9 +196,9 @@ def group_costs(runs: Iterable[FinishedRun]) -> list[GroupCost]:
     """The epsilons of each group of each part, once for all rows and seeds with the same ones."""
     rows: dict[GroupCost, list[str]] = {}
     for run in runs:
-        promise = run.experiment.mechanism.build(run.experiment.rounds, run.experiment.delta)
-        for variant, result in zip(run.experiment.variants, run.summary.variants, strict=True):
-            for cost in _variant_costs(run, variant.mechanism(promise), result):
+        mechanisms = run.experiment.variant_mechanisms(run.experiment.build_mechanism())
+        for mechanism, result in zip(mechanisms, run.summary.variants, strict=True):
+            for cost in _variant_costs(run, mechanism, result):
                 rows.setdefault(cost, []).append(_line_key(run.part, result).row)
     return [replace(cost, rows=tuple(dict.fromkeys(labels))) for cost, labels in rows.items()]
 
@@ -210,15 +208,13 @@ def _variant_costs(run: FinishedRun, mechanism: Mechanism, result: VariantResult
     groups, spent, costs = result.groups, privacy_costs(mechanism, result.rounds), []
     poisson = privacy_costs(replace(mechanism, sampling="poisson"), result.rounds)
     if is_accounting_installed() and any(group.epsilon is None and not group.unprotected for group in groups):
-        groups = account_groups(mechanism, lambda name: [spent[name]], run.experiment.delta_of)
+        accountant = run.experiment.run_accountant
+        groups = account_groups(mechanism, lambda name: [spent[name]], run.experiment.delta_of, accountant)
     for group in groups:
         if group.unprotected:
             continue
-        epsilons = (group.epsilon, group.epsilon_pld, group.epsilon_basis or "not known without dp-accounting")
-        poisson_epsilons: tuple[float | None, float | None] = (None, None)
+        basis, poisson_epsilon = group.epsilon_basis or "not known without dp-accounting", None
         if is_accounting_installed() and mechanism.sampling == "fixed":
-            delta = run.experiment.delta_of(group.name)
-            cost = poisson[group.name]
-            poisson_epsilons = (compose([cost], delta), compose([cost], delta, "pld"))
-        costs.append(GroupCost(run.part, (), group.name, *epsilons, *poisson_epsilons))
+            poisson_epsilon = compose([poisson[group.name]], run.experiment.delta_of(group.name), "rdp")
+        costs.append(GroupCost(run.part, (), group.name, group.epsilon, basis, poisson_epsilon))
     return costs

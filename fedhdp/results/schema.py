@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -11,13 +11,16 @@ import numpy as np
 
 from fedhdp.mechanism import SERVER, Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import (
+    Accountant,
     PrivacyCost,
     compose,
+    default_accountant,
     is_accounting_installed,
     make_report,
     privacy_cost,
     privacy_costs,
 )
+from fedhdp.privacy.calibration import explain_surplus
 
 
 class MetricRow(NamedTuple):
@@ -79,10 +82,12 @@ class GroupResult(_Measured, forbid_unknown_fields=True):
     weight: float
     pull: float
     rounds: int = 0  # in which its clients could be sampled
-    epsilon: float | None = None  # by Renyi accounting
-    epsilon_pld: float | None = None  # by privacy loss distributions; None where these do not apply
+    epsilon: float | None = None  # that the group has, by the run's accountant
+    epsilon_target: float | None = None  # that it asked for; None where it asked for a noise multiplier
+    accountant: str | None = None  # of the run: it calibrates the noise, computes the epsilon and keeps the budget
     delta: float | None = None
     epsilon_basis: str | None = None  # delta, sampling rate, noise, rounds, sampling and adjacency of the epsilon
+    surplus: str | None = None  # why the group has more noise than it asked for, and which weight would use it
     refused: int = 0  # updates that were not finite or out of range
 
 
@@ -120,7 +125,11 @@ class Summary(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def account_groups(
-    mechanism: Mechanism, costs_of: Callable[[str], Iterable[tuple]], delta_of: Callable[[str], float]
+    mechanism: Mechanism,
+    costs_of: Callable[[str], Iterable[tuple]],
+    delta_of: Callable[[str], float],
+    accountant: Accountant,
+    targets: Mapping[str, float] | None = None,
 ) -> list[GroupResult]:
     """Compute what a run has cost each group.
 
@@ -128,14 +137,23 @@ def account_groups(
         mechanism: The mechanism of the run, with all of its groups.
         costs_of: The rounds charged to a group, by its name: ``PrivacyCost`` values.
         delta_of: The delta at which a group's epsilon is stated, by its name.
+        accountant: The run's accountant.
+        targets: The epsilons that groups asked for, by name.
 
     Returns:
         A result for each group, in the order of the mechanism, without values.
     """
-    return [_account_group(mechanism, group, costs_of(group.name), delta_of(group.name)) for group in mechanism.groups]
+    results = []
+    for group in mechanism.groups:
+        result = _account_group(mechanism, group, costs_of(group.name), delta_of(group.name), accountant)
+        result.epsilon_target = (targets or {}).get(group.name)
+        results.append(result)
+    return results
 
 
-def _account_group(mechanism: Mechanism, group: PrivacyGroup, costs: Iterable[tuple], delta: float) -> GroupResult:
+def _account_group(
+    mechanism: Mechanism, group: PrivacyGroup, costs: Iterable[tuple], delta: float, accountant: Accountant
+) -> GroupResult:
     paid = [cost for cost in (PrivacyCost(*fields) for fields in costs) if cost.sampling_rate > 0 and cost.rounds]
     rounds = sum(cost.rounds for cost in paid)
     result = GroupResult(
@@ -147,19 +165,19 @@ def _account_group(mechanism: Mechanism, group: PrivacyGroup, costs: Iterable[tu
         weight=group.weight,
         pull=group.pull,
         rounds=rounds,
+        accountant=accountant,
+        surplus=explain_surplus(mechanism, group),
     )
     if result.unprotected:
         result.epsilon = math.inf
     elif is_accounting_installed():
         result.delta = delta
-        result.epsilon = compose(paid, delta)
+        result.epsilon = compose(paid, delta, accountant)
         result.unprotected = result.epsilon == math.inf  # accounting takes very little noise as none
         last = privacy_cost(mechanism, group)._replace(rounds=rounds)
-        result.epsilon_basis = make_report(group.name, result.epsilon, delta, last, "rdp").basis
+        result.epsilon_basis = make_report(group.name, result.epsilon, delta, last, accountant).basis
         if len(paid) > 1:
             result.epsilon_basis += f", {len(paid)} mechanisms composed, of which this is one"
-        if mechanism.sampling == "poisson":
-            result.epsilon_pld = compose(paid, delta, "pld")
     return result
 
 
@@ -210,9 +228,10 @@ class SimulationResult(NamedTuple):
     repeatable: bool
     metrics: tuple[MetricInfo, ...] = (ACCURACY,)
 
-    def result(self, name: str, delta: float = 1e-4) -> VariantResult:
-        """A row of a table, with each group's epsilon at this delta."""
+    def result(self, name: str, delta: float = 1e-4, accountant: Accountant | None = None) -> VariantResult:
+        """A row of a table, with each group's epsilon at this delta; ``accountant`` as in `fedhdp.privacy.epsilon`."""
         costs = privacy_costs(self.mechanism, self.rounds)
-        groups = account_groups(self.mechanism, lambda name: [costs[name]], lambda name: delta)
+        accountant = accountant or default_accountant(self.mechanism.sampling)
+        groups = account_groups(self.mechanism, lambda name: [costs[name]], lambda name: delta, accountant)
         result = VariantResult(name, "", self.rounds, 0.0, self.repeatable, groups, self.metrics)
         return attach_metrics(result, self.history)

@@ -106,10 +106,17 @@ def footnotes(variants: list[VariantResult]) -> list[str]:
     for variant in variants:
         for group in variant.groups:
             if group.epsilon is not None and group.epsilon_basis is not None:
-                pld = "" if group.epsilon_pld is None else f", by PLD {format_epsilon(group.epsilon_pld, 3)}"
-                line = f"ε {group.name} = {format_epsilon(group.epsilon, 3)}{pld}: {group.epsilon_basis}"
+                line = f"ε {group.name} = {format_epsilon(group.epsilon, 3)}: {group.epsilon_basis}"
+                lines.setdefault(line, []).append(variant.name)
+            if group.surplus is not None:
+                line = f"ε {group.name} is smaller than it need be, at {group.surplus}"
+                lines.setdefault(line, []).append(variant.name)
+            elif variant.algorithm == "dp_fedavg" and (group.epsilon or 0.0) < 0.97 * (group.epsilon_target or 0.0):
+                line = "ε of every group is that of the strictest, whose noise the algorithm gives to all"
                 lines.setdefault(line, []).append(variant.name)
     notes = [f"{line} [{'; '.join(dict.fromkeys(names))}]" for line, names in lines.items()]
+    if any(group.epsilon_target is not None for variant in variants for group in variant.groups):
+        notes.insert(0, "ε: asked for → had")
     for variant in variants:
         refused = sum(group.refused for group in variant.groups)
         if variant.stopped:
@@ -153,11 +160,14 @@ def _format_cell(metric: MetricInfo, values: Sequence[tuple[float | None, float 
 
 
 def _epsilon(seeds: Sequence[GroupResult]) -> str:
-    """A group's largest epsilon among the seeds."""
-    if any(group.unprotected for group in seeds):
-        return format_epsilon(math.inf)
-    epsilons = [group.epsilon for group in seeds if group.epsilon is not None]
-    return format_epsilon(max(epsilons), 2) if epsilons else "–"
+    """The epsilon that a group asked for, if it asked for one, and its largest among the seeds."""
+    epsilons = [math.inf if group.unprotected else group.epsilon for group in seeds]
+    known = [epsilon for epsilon in epsilons if epsilon is not None]
+    had = format_epsilon(max(known), 2) if known else "–"
+    target = seeds[0].epsilon_target
+    if target is None or target == math.inf == max(known, default=None):
+        return had
+    return f"{format_epsilon(target)} → {had}"
 
 
 def format_markdown(header: Cells, rows: Sequence[Cells], notes: Sequence[str] = (), texts: int = 1) -> str:
@@ -194,6 +204,7 @@ _LATEX = {
     "\n": " ",
     "–": "--",
     "±": r"$\pm$",
+    "→": r"$\to$",
     "∞": r"$\infty$",
     "ε": r"$\varepsilon$",
     "Δ": r"$\Delta$",

@@ -39,7 +39,7 @@ def test_table_states_the_basis_of_epsilons(tmp_path):
     assert done.code == 0
     assert "FedHDP" in done.stdout
     assert "ε private" in done.stdout
-    basis = r"delta 0\.0001, q 0\.3, z [\d.]+, 3 rounds, Poisson sampling, add or remove one client, RDP"
+    basis = r"delta 0\.0001, q 0\.3, z [\d.]+, 3 rounds, Poisson sampling, add or remove one client, PLD"
     assert re.search(basis, done.stdout)
     assert "not private" in done.stdout
     assert f"results in {tmp_path / 'run'}" in done.stderr

@@ -82,8 +82,8 @@ def test_replayed_rounds_are_charged_twice(tmp_path):
     (variant,) = resume(tmp_path / "run", keep_going).variants
     private = variant.groups[1]
     assert (variant.rounds, private.rounds) == (8, 8 + 6 + 4)
-    mechanism = experiment.variants[0].mechanism(experiment.mechanism.build(8, experiment.delta))
-    assert private.epsilon == accounting.epsilon(mechanism, 18, experiment.delta)["private"]
+    mechanism = experiment.variants[0].mechanism(experiment.build_mechanism())
+    assert private.epsilon == accounting.epsilon(mechanism, 18, experiment.delta, "pld")["private"]
     with RunDirectory.open(tmp_path / "run") as directory:
         assert max(row.round for row in directory.variant(variant.name).history()) == 8
 

@@ -59,7 +59,8 @@ def test_scores_of_clients_average_to_the_table(finished_run):
 
 def test_epsilon_of_a_group_is_kept(finished_run):
     private = summary_of(finished_run).variants[1].groups[1]
-    assert 7.9 < private.epsilon_pld <= 8.0
+    assert 7.9 < private.epsilon <= private.epsilon_target == 8.0
+    assert private.accountant == "pld"
     assert private.noise_multiplier > 0
 
 
@@ -68,10 +69,9 @@ def test_epsilon_is_stated_at_the_groups_delta(tmp_path):
     mechanism = replace(tiny().mechanism, groups=(open_group, replace(private, delta=1e-6)))
     experiment = tiny(mechanism=mechanism, rounds=2, variants=tiny().variants[1:])
     group = run(experiment, tmp_path / "run", keep_going).variants[0].groups[1]
-    cost = privacy_costs(mechanism.build(2, experiment.delta), 2)["private"]
+    cost = privacy_costs(experiment.build_mechanism(), 2)["private"]
     assert group.delta == 1e-6
-    assert group.epsilon == pytest.approx(compose([cost], 1e-6))
-    assert group.epsilon_pld == pytest.approx(compose([cost], 1e-6, "pld"))
+    assert group.epsilon == pytest.approx(compose([cost], 1e-6, "pld"))
 
 
 def test_progress_states_the_cost_of_the_rounds_so_far(tmp_path):
@@ -83,11 +83,11 @@ def test_progress_states_the_cost_of_the_rounds_so_far(tmp_path):
         return True
 
     run(experiment, tmp_path / "run", watch)
-    mechanism = experiment.variants[0].mechanism(experiment.mechanism.build(experiment.rounds, experiment.delta))
+    mechanism = experiment.variants[0].mechanism(experiment.build_mechanism())
     assert epsilons.pop(0) == {}
     assert list(epsilons) == list(range(1, 13))
     for rounds, epsilon in epsilons.items():
-        cost = compose([privacy_costs(mechanism, rounds)["private"]], experiment.delta)
+        cost = compose([privacy_costs(mechanism, rounds)["private"]], experiment.delta, "pld")
         assert epsilon == {"opted out": (math.inf, math.inf), "private": (cost, cost)}
     assert epsilons[1]["private"] < epsilons[4]["private"] < epsilons[12]["private"]
 

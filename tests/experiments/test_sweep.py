@@ -62,6 +62,15 @@ def test_variant_keeps_its_own_value():
     assert [variant.weights.get("private") for variant in experiment.variants[1:]] == [0.5, 0.6]
 
 
+def test_epsilon_makes_variants_of_one_experiment():
+    [experiment] = expand(tiny(sweep={"mechanism.groups.private.epsilon": [2.0, 8.0]})).values()
+    assert len(experiment.variants) == 4  # DP-FedAvg has the noise of the strictest
+    mechanism = experiment.build_mechanism()
+    strict, loose = (m.groups[1].noise_multiplier for m in experiment.variant_mechanisms(mechanism)[2:])
+    assert strict > loose == mechanism.groups[1].noise_multiplier
+    assert experiment.epsilon_targets(experiment.variants[2])["private"] == 2.0
+
+
 def test_noise_multiplier_of_a_group_with_an_epsilon_is_an_error():
     with pytest.raises(ConfigError):
         expand(tiny(sweep={"mechanism.groups.private.noise_multiplier": [1.0, 2.0]}))
@@ -96,6 +105,8 @@ def test_paths_are_relative_to_the_file(tmp_path):
         ("training.learning_rte", [0.1], "training.learning_rte"),
         ("training.learning_rate", [-1.0], "training.learning_rate"),
         ("mechanism.groups.strict.weight", [0.1], "sweep.mechanism.groups.strict.weight"),
+        ("variants.FedHDP.epsilons.private", [-1.0], "variants[1].epsilon"),
+        ("variants.FedHDP.epsilons.strict", [1.0], "variants[1].epsilons"),
         (WEIGHT, [-1.0], "mechanism.groups[1].weight"),
         ("rounds.many", [1], "sweep.rounds.many"),
         ("rounds", list(range(1, MAX_VARIANTS)), "sweep"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import tomllib
 from pathlib import Path
@@ -65,9 +66,9 @@ def test_example_trains_three_levels(tmp_path, load_module):
     assert {name: group.clients for name, group in groups.items()} == {"open": 1, "relaxed": 2, "strict": 2}
     assert variant.server_accuracy > 0.1
     assert all(group.values["personal/accuracy"] > 0.2 for group in variant.groups)
-    assert groups["open"].epsilon_pld is None
-    assert groups["strict"].epsilon_pld <= 2.0
-    assert groups["relaxed"].epsilon_pld <= 8.0
+    assert groups["open"].epsilon_target == math.inf
+    assert 0.99 * 2.0 <= groups["strict"].epsilon <= groups["strict"].epsilon_target == 2.0
+    assert groups["relaxed"].epsilon <= groups["relaxed"].epsilon_target == 8.0
 
 
 def test_example_is_a_deployment(tmp_path):

@@ -91,7 +91,7 @@ def test_missing_epsilons_are_computed(tmp_path):
     assert costs["paper"].epsilon == pytest.approx(22.4, abs=0.1)
     assert "fixed cohorts without replacement, replace one client" in costs["paper"].basis
     assert costs["paper"].poisson_epsilon == pytest.approx(3.608, abs=1e-3)
-    assert costs["pld"].epsilon_pld == pytest.approx(extensions.EPSILON, abs=0.01)
+    assert costs["pld"].epsilon == pytest.approx(extensions.EPSILON, abs=0.01)
     assert costs["pld"].poisson_epsilon is None
     notes = " ".join(footnotes(comparison))
     assert "with Poisson sampling at the same noise 3.61" in notes

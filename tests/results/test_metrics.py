@@ -42,7 +42,7 @@ def test_half_interval_is_students():
 
 def test_attached_metrics_are_of_the_last_round():
     mechanism = Mechanism((PrivacyGroup("a", 10, 1.0, 0.5),), clip=1.0)
-    groups = account_groups(mechanism, lambda name: [privacy_costs(mechanism, 2)[name]], lambda name: 1e-4)
+    groups = account_groups(mechanism, lambda name: [privacy_costs(mechanism, 2)[name]], lambda name: 1e-4, "rdp")
     history = [MetricRow(n, "a", "personal", "accuracy", n / 10) for n in (1, 2)]
     history += [MetricRow(2, "server", "global", "clip", 0.7), MetricRow(2, "a", "global", "refused", 4.0)]
     result = attach_metrics(VariantResult("x", "fedhdp", 2, 0.0, False, groups), history)
@@ -53,9 +53,9 @@ def test_attached_metrics_are_of_the_last_round():
 def test_epsilon_states_its_basis():
     mechanism = Mechanism((PrivacyGroup("a", 10, 1.0, 0.5),), clip=1.0)
     cost = privacy_costs(mechanism, 5)["a"]
-    (group,) = account_groups(mechanism, lambda name: [cost], lambda name: 1e-5)
+    (group,) = account_groups(mechanism, lambda name: [cost], lambda name: 1e-5, "rdp")
     assert group.epsilon == compose([cost], 1e-5)
-    assert group.epsilon_pld == compose([cost], 1e-5, "pld")
+    assert (group.accountant, group.epsilon_target, group.surplus) == ("rdp", None, None)
     assert (group.rounds, group.delta, group.unprotected) == (5, 1e-5, False)
     assert "delta 1e-05" in group.epsilon_basis
 
@@ -64,7 +64,7 @@ def test_groups_without_noise_are_unprotected():
     groups = (PrivacyGroup("open", 10, 0.0, 0.5), PrivacyGroup("private", 10, 1.0, 0.5))
     mechanism = Mechanism(groups, clip=1.0)
     costs = privacy_costs(mechanism, 5)
-    open_group, private = account_groups(mechanism, lambda name: [costs[name]], lambda name: 1e-4)
+    open_group, private = account_groups(mechanism, lambda name: [costs[name]], lambda name: 1e-4, "rdp")
     assert (open_group.unprotected, open_group.epsilon) == (True, math.inf)
     assert not private.unprotected
     assert 0 < private.epsilon < math.inf
@@ -74,7 +74,7 @@ def test_too_little_noise_is_unprotected():
     groups = (PrivacyGroup("weak", 10, 0.005, 0.5), PrivacyGroup("strong", 10, 2.0, 0.5, weight=1e-6))
     mechanism = Mechanism(groups, clip=1.0)
     costs = privacy_costs(mechanism, 5)
-    weak, strong = account_groups(mechanism, lambda name: [costs[name]], lambda name: 1e-4)
+    weak, strong = account_groups(mechanism, lambda name: [costs[name]], lambda name: 1e-4, "rdp")
     assert (weak.unprotected, weak.epsilon) == (True, math.inf)
     assert not strong.unprotected
 
@@ -84,6 +84,6 @@ def test_epsilon_is_unknown_without_accounting(monkeypatch):
     groups = (PrivacyGroup("open", 10, 0.0, 0.5), PrivacyGroup("private", 10, 1.0, 0.5))
     mechanism = Mechanism(groups, clip=1.0)
     costs = privacy_costs(mechanism, 5)
-    open_group, private = account_groups(mechanism, lambda name: [costs[name]], lambda name: 1e-4)
+    open_group, private = account_groups(mechanism, lambda name: [costs[name]], lambda name: 1e-4, "rdp")
     assert open_group.epsilon == math.inf
     assert private.epsilon is None

@@ -66,9 +66,9 @@ def test_several_seeds_are_means():
 
 
 def test_footnotes():
-    first = group("a", epsilon=1.2, epsilon_pld=1.1, epsilon_basis="delta 1e-05", refused=2)
+    first = group("a", epsilon=1.2, epsilon_basis="delta 1e-05", refused=2)
     notes = footnotes([variant(first, stopped="budget"), replace(variant(first), name="other", repeatable=True)])
-    assert notes[0] == "ε a = 1.200, by PLD 1.100: delta 1e-05 [plain; other]"
+    assert notes[0] == "ε a = 1.200: delta 1e-05 [plain; other]"
     assert notes[1] == "plain: stopped after round 3: budget"
     assert len(notes) == 5
 

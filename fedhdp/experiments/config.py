@@ -21,6 +21,7 @@ from fedhdp.experiments.errors import FieldNames, config_error
 from fedhdp.experiments.file_data import DataFiles
 from fedhdp.experiments.weights import count_parameters
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, Sampling
+from fedhdp.optimizers import require_tables
 from fedhdp.privacy.accounting import Accountant, default_accountant
 from fedhdp.privacy.budget import Budget, OnBudgetExhausted
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
@@ -150,6 +151,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(self.checkpoint_seconds >= 0, "checkpoint_seconds", self.checkpoint_seconds, "at least 0")
         require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
         require(0 <= self.data.validation < 1, "data.validation", self.data.validation, "at least 0 and below 1")
+        require_tables(self.training.optimizer, "training.optimizer")
+        require_tables(self.server.optimizer, "server.optimizer")
         self._check_groups()
         self._check_variants()
         if self.accountant == "pld":
@@ -268,7 +271,9 @@ def _override(value: Any, changes: Mapping[str, Any], path: str) -> Any:
     if not changes:
         return value
     try:
-        return msgspec.convert(msgspec.to_builtins(value) | changes, type(value))
+        fields = msgspec.to_builtins(value)
+        replaced = ("learning_rate", "decay", "decay_every") if "optimizer" in changes else ()  # it has its own rate
+        return msgspec.convert({k: v for k, v in fields.items() if k not in replaced} | {**changes}, type(value))
     except msgspec.ValidationError as error:
         raise config_error(error, changes, FIELDS, prefix=path) from error
 

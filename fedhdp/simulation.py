@@ -27,8 +27,8 @@ from fedhdp.engine.placement import Placement, make_slot_table
 from fedhdp.engine.round import Engine, EngineConfig, ExampleArrays, RoundParamsBatch
 from fedhdp.errors import DataError, ModelError, RunError, require
 from fedhdp.mechanism import Mechanism
-from fedhdp.models import Array, Model, Parameters
-from fedhdp.results.metrics import MetricRow, evaluation_rows
+from fedhdp.models import Array, Model, Parameters, parameter_sizes
+from fedhdp.results.metrics import MetricRow, clip_rows, evaluation_rows
 from fedhdp.results.schema import MetricInfo, SimulationResult
 from fedhdp.results.store import read_arrays, write_arrays
 from fedhdp.rng import BATCHES, COHORT, MODEL, NOISE, os_entropy, stream
@@ -38,7 +38,7 @@ Hook = Callable[["Simulation"], bool | None]
 
 
 @lru_cache(maxsize=8)  # on CPUs each takes up to a thousand of the 65,530 memory maps that Linux gives a process
-def _engine(model: Model, training: LocalTraining, optimizer: Optimizer, config: EngineConfig) -> Engine:
+def _engine(model: Model, training: LocalTraining, optimizer: ServerOptimizer, config: EngineConfig) -> Engine:
     """One engine for all simulations that differ in numbers alone: they share a compilation."""
     return Engine(model, training, optimizer, config)
 
@@ -54,7 +54,7 @@ class Simulation:
         model: The network.
         mechanisms: One mechanism, or several that draw the same cohorts.
         training: How clients train.
-        server_optimizer: How the server applies the noised update: a ServerOptimizer or any optax transformation.
+        server_optimizer: A ServerOptimizer, an OptimizerConfig or any optax transformation. None: the update is added.
         seed: Seed of the initial model and of the batches, from 0 to 2**31 - 1.
         noise_seed: Seed of the noise and of the cohorts: repeatable and not private. None: the operating system's entropy.
         directory: Where personal models are that do not fit in memory. None: a temporary file.
@@ -89,7 +89,7 @@ class Simulation:
         if noise_seed is not None:
             require(0 <= noise_seed < 2**31, "noise_seed", noise_seed, "at least 0 and below 2**31")
         self.data, self.seed, self.noise_seed, self.cohort_entropy = data, seed, noise_seed, cohort_entropy
-        self.training, self.server_optimizer = training or LocalTraining(), server_optimizer or ServerOptimizer()
+        self.training, self.server_optimizer = training or LocalTraining(), server.as_server_optimizer(server_optimizer)
         mechanisms = (mechanisms,) if isinstance(mechanisms, Mechanism) else tuple(mechanisms)
         require(len(mechanisms) >= 1, "mechanisms", len(mechanisms), "one or more")
         runs = list(dict.fromkeys(mechanism.without_pulls for mechanism in mechanisms))
@@ -103,6 +103,8 @@ class Simulation:
         check_metrics(data, model, metrics)
         self.metrics = tuple(MetricInfo(metric.name, metric.higher_is_better, metric.percent) for metric in metrics)
         config = engine_config(data, model, self.training, self.run_of)
+        sizes = parameter_sizes(jax.eval_shape(model.init, jax.random.key(0)))
+        config = config._replace(layers=server.make_layers(self.mechanism, sizes))
         self.engine = _engine(model, self.training, self.server_optimizer, config)
         self.group_K = self.mechanism.client_group_indices
         personalize = self.training.personalize
@@ -134,6 +136,8 @@ class Simulation:
         """
         cohorts = {mechanism.cohort_distribution for mechanism in mechanisms}
         require(len(cohorts) == 1, "mechanisms", len(cohorts), "such that all draw the same cohorts")
+        layers = {mechanism.layers for mechanism in mechanisms}
+        require(len(layers) == 1, "mechanisms", len(layers), "such that all clip the same layers")
         require(len(mechanisms) == len(self.run_of), "mechanisms", len(mechanisms), f"{len(self.run_of)}, as there are")
         for mechanism in mechanisms:
             self.training.check(mechanism)
@@ -250,7 +254,7 @@ class Simulation:
     def _global_models(self) -> dict[str, Array]:
         """The global models of all runs, and their averages if there are such."""
         models = {"global": self.server_state.theta_P}
-        if server.average_decay(self.server_optimizer) is not None:
+        if self.server_optimizer.average is not None:
             models["average"] = jax.vmap(partial(server.averaged_model, self.server_optimizer))(self.server_state)
         return models
 
@@ -264,10 +268,9 @@ class Simulation:
             of_server = {name: float(value_R[r]) for name, value_R in server_values.items()}
             of_clients = {name: value_KV[:, v] for name, value_KV in client_values.items()}
             refused = dict(zip(names, refused_RG[r].tolist(), strict=True))
-            rows = evaluation_rows(
-                self.round, self.metrics, self.group_K, of_server, of_clients, float(clip_R[r]), refused
-            )
-            metrics.append(rows)
+            clips = clip_rows(self.round, self.mechanism.layers, clip_R[r])
+            numbers = (self.round, self.metrics, self.group_K, of_server, of_clients, clips, refused)
+            metrics.append(evaluation_rows(*numbers))
         return metrics
 
     def global_model(self, number: int = 0) -> np.ndarray:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import stdev
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from fedhdp.mechanism import SERVER
 from fedhdp.results.schema import STATISTICS, MetricInfo, MetricRow
@@ -53,7 +54,7 @@ def evaluation_rows(
     group_K: np.ndarray,
     server_values: Mapping[str, float],
     client_values: Mapping[str, np.ndarray],
-    clip: float,
+    clips: Iterable[MetricRow],
     refused: Mapping[str, float],
 ) -> list[MetricRow]:
     """The rows of a simulation's evaluation.
@@ -64,7 +65,7 @@ def evaluation_rows(
         group_K: Each client's index into the groups.
         server_values: What was measured on the server's test set, by ``MODEL/METRIC``; NaN where it is undefined.
         client_values: Each client's values on its own test examples, by ``MODEL/METRIC``.
-        clip: The clip of the next round.
+        clips: The rows of the next round's clips.
         refused: The updates refused so far, by group.
     """
     info = {metric.name: metric for metric in metrics}
@@ -76,8 +77,15 @@ def evaluation_rows(
     for key, value_K in client_values.items():
         model, name = key.split("/")
         rows += group_rows(round, model, info[name], list(refused), group_K, value_K)
-    rows.append(MetricRow(round, SERVER, "global", "clip", clip))
+    rows += clips
     return rows + [MetricRow(round, name, "global", "refused", float(count)) for name, count in refused.items()]
+
+
+def clip_rows(round: int, layers: Sequence[str], clip: ArrayLike) -> list[MetricRow]:
+    """The clip of the next round: "clip", or where layers are clipped one by one "clip/" and the layer's name."""
+    names = [f"clip/{layer}" for layer in layers] or ["clip"]
+    values = np.atleast_1d(np.asarray(clip)).tolist()
+    return [MetricRow(round, SERVER, "global", name, value) for name, value in zip(names, values, strict=True)]
 
 
 def half_interval(values: Sequence[float]) -> float | None:

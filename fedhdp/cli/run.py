@@ -182,7 +182,8 @@ def _print_table(summaries: Sequence[Summary]) -> None:
         table = _rich_table([name.replace(" ", "\n") for name in header], rows)
     means = f", mean of {len(summaries)} seeds ± half of its 95% interval" if other_seeds else ""
     variances = ", variance across clients in parentheses" if wide else ""
-    out.print(f"{summaries[0].experiment}: accuracy in %{means}{variances}")
+    metric = variants[0].metrics[0]
+    out.print(f"{summaries[0].experiment}: {metric.name}{' in %' if metric.percent else ''}{means}{variances}")
     out.print(_legend(header))
     print_table(out, table)
     for line in footnotes([variant for summary in summaries for variant in summary.variants]):
@@ -197,11 +198,14 @@ def _rich_table(header: list[str], rows: list[list[str]]) -> Table:
 
 
 def _legend(header: list[str]) -> str:
-    parts = ["Acc_g: the server's test set", "g and l: clients' own data, with the global and with personal models"]
+    parts = [
+        f"{header[1]}: the server's test set",
+        "g and l: clients' own data, with the global and with personal models",
+    ]
     if any(name.startswith("c:") for name in header):
         parts.append("c: with the pull that each client chose")
-    if "Acc_avg" in header:
-        parts.append("Acc_avg: the averaged model")
+    if header[2].endswith("_avg"):
+        parts.append(f"{header[2]}: the averaged model")
     return "; ".join(parts)
 
 

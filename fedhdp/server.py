@@ -12,9 +12,8 @@ Axis letters: C clients, G groups, P parameters.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +26,10 @@ from numpy.typing import NDArray
 
 from fedhdp.errors import require
 from fedhdp.mechanism import MAX_VALUE, MIN_CLIP, Mechanism, RoundParams
+from fedhdp.optimizers import OptimizerConfig, as_optimizer
 
 Array = jax.Array
 IntArray = NDArray[np.integer[Any]]
-OptimizerName = Literal["sgd", "adam", "yogi"]
 
 
 class Sums(NamedTuple):
@@ -145,48 +144,35 @@ class ServerOptimizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the server applies a noised update to the global model.
 
     Args:
-        name: "sgd" adds the update, "adam" and "yogi" scale it by its history.
-        learning_rate: The step size.
-        momentum: Decay of the average of past updates. None: 0 for sgd, 0.9 for adam and yogi.
+        optimizer: An OptimizerConfig, its table or any optax transformation. Its gradient is minus the noised update, and
+            its schedules count rounds. It sees the model as one vector. None: the update is added.
         average: Decay of an exponential average of the global models, which is evaluated beside them. None: no average.
 
     Raises:
         InvalidValueError: If a field is out of range.
     """
 
-    name: OptimizerName = "sgd"
-    learning_rate: float = 1.0
-    momentum: float | None = None
+    optimizer: Any = None
     average: float | None = None
 
     def __post_init__(self) -> None:
-        names = get_args(OptimizerName)
-        require(self.name in names, "name", self.name, f"one of {', '.join(names)}")
-        require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "finite and above 0")
-        if self.momentum is not None:
-            require(0 <= self.momentum < 1, "momentum", self.momentum, "at least 0 and below 1")
+        msgspec.structs.force_setattr(self, "optimizer", as_optimizer(self.optimizer))
         if self.average is not None:
             require(0 < self.average < 1, "average", self.average, "between 0 and 1")
 
     def transformation(self) -> optax.GradientTransformation:
-        """The optax transformation. Its gradient is minus the noised update."""
-        if self.name == "sgd":
-            return optax.sgd(self.learning_rate, momentum=self.momentum or None)
-        optimizer = optax.adam if self.name == "adam" else optax.yogi
-        momentum = 0.9 if self.momentum is None else self.momentum
-        return optimizer(self.learning_rate, b1=momentum, b2=0.99, eps=1e-3)
+        """The optax transformation."""
+        if self.optimizer is None:
+            return optax.sgd(1.0)
+        return self.optimizer.transformation() if isinstance(self.optimizer, OptimizerConfig) else self.optimizer
 
 
-Optimizer: TypeAlias = ServerOptimizer | optax.GradientTransformation
+Optimizer: TypeAlias = ServerOptimizer | OptimizerConfig | optax.GradientTransformation
 
 
-def average_decay(optimizer: Optimizer) -> float | None:
-    """The decay of the average of global models, or None without an average."""
-    return optimizer.average if isinstance(optimizer, ServerOptimizer) else None
-
-
-def _transformation(optimizer: Optimizer) -> optax.GradientTransformation:
-    return optimizer.transformation() if isinstance(optimizer, ServerOptimizer) else optimizer
+def as_server_optimizer(optimizer: Optimizer | None) -> ServerOptimizer:
+    """The server's optimizer without an average, unless it is a ServerOptimizer already."""
+    return optimizer if isinstance(optimizer, ServerOptimizer) else ServerOptimizer(optimizer)
 
 
 class ServerState(NamedTuple):
@@ -199,27 +185,26 @@ class ServerState(NamedTuple):
     refused_G: Array  # updates refused so far, by group
 
 
-def initial_state(mechanism: Mechanism, optimizer: Optimizer, theta_P: Array) -> ServerState:
+def initial_state(mechanism: Mechanism, optimizer: ServerOptimizer, theta_P: Array) -> ServerState:
     """The server's state before the first round, from the initial global model."""
-    decay = average_decay(optimizer)
-    average = None if decay is None else optax.ema(decay).init(theta_P)
+    average = None if optimizer.average is None else optax.ema(optimizer.average).init(theta_P)
     clip, refused_G = jnp.float32(mechanism.initial_clip), jnp.zeros(len(mechanism.groups), jnp.int32)
-    return ServerState(theta_P, clip, _transformation(optimizer).init(theta_P), average, refused_G)
+    return ServerState(theta_P, clip, optimizer.transformation().init(theta_P), average, refused_G)
 
 
-def finish_round(optimizer: Optimizer, params: RoundParams, state: ServerState, sums: Sums, key: Array) -> ServerState:
+def finish_round(
+    optimizer: ServerOptimizer, params: RoundParams, state: ServerState, sums: Sums, key: Array
+) -> ServerState:
     """Add the noise and apply the update: theta ← theta + noised update, S ← next clip. The noise's key is used once."""
     update_P, clip = private_mean(params, state.clip, sums, key)
-    step_P, optimizer_state = _transformation(optimizer).update(-update_P, state.optimizer, state.theta_P)
+    step_P, optimizer_state = optimizer.transformation().update(-update_P, state.optimizer, state.theta_P)
     theta_P = state.theta_P + jnp.asarray(step_P)
-    decay = average_decay(optimizer)
-    average = None if decay is None else optax.ema(decay).update(theta_P, state.average)[1]
+    average = None if optimizer.average is None else optax.ema(optimizer.average).update(theta_P, state.average)[1]
     return ServerState(theta_P, clip, optimizer_state, average, state.refused_G + sums.refused_G)
 
 
-def averaged_model(optimizer: Optimizer, state: ServerState) -> Array:
+def averaged_model(optimizer: ServerOptimizer, state: ServerState) -> Array:
     """The exponential average of the global models so far, corrected for its start; the optimizer has an average."""
-    decay = average_decay(optimizer)
-    assert decay is not None
-    average: Array = state.average.ema / (1 - decay ** jnp.maximum(state.average.count, 1))
+    assert optimizer.average is not None
+    average: Array = state.average.ema / (1 - optimizer.average ** jnp.maximum(state.average.count, 1))
     return average

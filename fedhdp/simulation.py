@@ -38,7 +38,7 @@ Callback = Callable[["Simulation"], bool | None]
 
 
 @lru_cache(maxsize=8)  # on CPUs each takes up to a thousand of the 65,530 memory maps that Linux gives a process
-def _engine(model: Model, training: LocalTraining, optimizer: Optimizer, config: EngineConfig) -> Engine:
+def _engine(model: Model, training: LocalTraining, optimizer: ServerOptimizer, config: EngineConfig) -> Engine:
     """One engine for all simulations that differ in numbers alone: they share a compilation."""
     return Engine(model, training, optimizer, config)
 
@@ -54,7 +54,7 @@ class Simulation:
         model: The network.
         mechanisms: One mechanism, or several that draw the same cohorts.
         training: How clients train.
-        server_optimizer: How the server applies the noised update: a ServerOptimizer or any optax transformation.
+        server_optimizer: A ServerOptimizer, an OptimizerConfig or any optax transformation. None: the update is added.
         seed: Seed of the initial model and of the batches, from 0 to 2**31 - 1.
         noise_seed: Seed of the noise and of the cohorts: repeatable and not private. None: the operating system's entropy.
         directory: Where personal models are that do not fit in memory. None: a temporary file.
@@ -89,7 +89,7 @@ class Simulation:
         if noise_seed is not None:
             require(0 <= noise_seed < 2**31, "noise_seed", noise_seed, "at least 0 and below 2**31")
         self.data, self.seed, self.noise_seed, self.cohort_entropy = data, seed, noise_seed, cohort_entropy
-        self.training, self.server_optimizer = training or LocalTraining(), server_optimizer or ServerOptimizer()
+        self.training, self.server_optimizer = training or LocalTraining(), server.as_server_optimizer(server_optimizer)
         mechanisms = (mechanisms,) if isinstance(mechanisms, Mechanism) else tuple(mechanisms)
         require(len(mechanisms) >= 1, "mechanisms", len(mechanisms), "one or more")
         runs = list(dict.fromkeys(mechanism.without_pulls for mechanism in mechanisms))
@@ -256,7 +256,7 @@ class Simulation:
     def _global_models(self) -> dict[str, Array]:
         """The global models of all runs, and their averages if there are such."""
         models = {"global": self.server_state.theta_P}
-        if server.average_decay(self.server_optimizer) is not None:
+        if self.server_optimizer.average is not None:
             models["average"] = jax.vmap(partial(server.averaged_model, self.server_optimizer))(self.server_state)
         return models
 

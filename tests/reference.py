@@ -7,6 +7,7 @@ are batched, and which noise is drawn. The network and its gradient are written 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -44,21 +45,36 @@ def unflat(theta: np.ndarray, like: Network) -> Network:
     return {"b1": b1, "w1": w1.reshape(like["w1"].shape), "b2": b2, "w2": w2.reshape(like["w2"].T.shape).T}
 
 
+def descent(training: LocalTraining, eta: float, theta: Network) -> Callable[[Network, Network], Network]:
+    """A step by a gradient: gradient descent in float64, or the plain loop of any other optax transformation."""
+    transformation = training.transformation(eta)
+    state = [transformation.init(theta)]
+
+    def step(theta: Network, gradient: Network) -> Network:
+        if training.is_plain_sgd:
+            return {n: theta[n] - eta * gradient[n] for n in theta}
+        update, state[0] = transformation.update(gradient, state[0], theta)
+        return {n: np.asarray(theta[n] + update[n], np.float64) for n in theta}
+
+    return step
+
+
 def client_update(theta_0: Network, theta_j: Network, x: np.ndarray, y: np.ndarray, order: np.ndarray, eta: float,
                   eta_p: float, pull: float, training: LocalTraining) -> tuple[np.ndarray, Network]:  # fmt: skip
     """ClientUpdate, line by line."""
     theta = dict(theta_0)
+    descend, descend_personal = descent(training, eta, theta), descent(training, eta_p, theta_j)
     batches = [order[i : i + training.batch_size] for i in range(0, len(order), training.batch_size)]
     if training.drop_remainder and len(batches) > 1 and len(batches[-1]) < training.batch_size:
         batches = batches[:-1]
     for epoch in range(training.epochs):
         for batch in batches:
             g = gradient(theta, x[batch], y[batch])
-            theta = {n: theta[n] - eta * (g[n] + training.proximal * (theta[n] - theta_0[n])) for n in theta}
+            theta = descend(theta, {n: g[n] + training.proximal * (theta[n] - theta_0[n]) for n in theta})
             if epoch >= (training.personal_epochs or training.epochs):
                 continue
             g = gradient(theta_j, x[batch], y[batch])
-            theta_j = {n: theta_j[n] - eta_p * (g[n] + pull * (theta_j[n] - theta_0[n])) for n in theta_j}
+            theta_j = descend_personal(theta_j, {n: g[n] + pull * (theta_j[n] - theta_0[n]) for n in theta_j})
     return flat(theta) - flat(theta_0), theta_j
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from fedhdp.client import LocalTraining
 from fedhdp.data import Examples, ExampleSource, FederatedData
-from fedhdp.engine.low_rank import uses_low_rank
+from fedhdp.engine.low_rank import trained_form, uses_low_rank
 from fedhdp.engine.placement import CohortLayout, size_classes
 from fedhdp.engine.round import Engine, EngineConfig
 from fedhdp.models import Array, Model
@@ -105,7 +105,7 @@ def should_replicate(source: ExampleSource, partition_by_owner: bool) -> bool:
 
 def engine_config(data: FederatedData, model: Model, training: LocalTraining, run_of: Sequence[int]) -> EngineConfig:
     """The layout of the data and the number of models; ``run_of``: each mechanism's global model."""
-    sizes = size_classes(data.train, training.batch_size, several=model.head is not None)
+    sizes = size_classes(data.train, training.batch_size, several=trained_form(model, training).head is not None)
     replicated = should_replicate(data.train, partition_by_owner=training.personalize)
     run_V, inputs = tuple(run_of) if training.personalize else (), math.prod(data.input_shape)
     uniform, runs = data.train.uniform_size, len(set(run_of))

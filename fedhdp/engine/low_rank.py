@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedhdp.client import Batch
+from fedhdp.client import Batch, LocalTraining
 from fedhdp.models import Array, Model, Parameters, materialized_transpose, take
 
 EXACT = jax.lax.Precision.HIGHEST  # norms decide on clipping, so neither they nor the clipped sums are rounded further
@@ -61,6 +61,11 @@ class Parametrization(Protocol):
 
     def to_params(self, theta_CV: Parameters, personal_CV: Parameters) -> Parameters:
         """The trained personal models as parameters; ``personal_CV`` are those before training."""
+
+
+def trained_form(model: Model, training: LocalTraining) -> Model:
+    """The model without its head unless training is plain SGD, which alone keeps a layer in the span of the examples."""
+    return model if training.is_plain_sgd else model._replace(head=None)
 
 
 def uses_low_rank(model: Model, examples: int, inputs: int) -> bool:

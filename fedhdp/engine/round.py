@@ -29,11 +29,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedhdp.client import LocalTraining, scale_inputs, shuffle
 from fedhdp.engine import kernels
 from fedhdp.engine.chunk import Clients, client_updates
-from fedhdp.engine.low_rank import gram, parametrize
+from fedhdp.engine.low_rank import gram, parametrize, trained_form
 from fedhdp.mechanism import RoundParams
 from fedhdp.metrics import Metric
 from fedhdp.models import Array, Model, Parameters, use_conv_relu_pool
-from fedhdp.server import Optimizer, ServerState, Sums, Updates, clip_and_sum, finish_round
+from fedhdp.server import ServerOptimizer, ServerState, Sums, Updates, clip_and_sum, finish_round
 
 AXIS = "clients"
 BY_CLIENT, REPLICATED = PartitionSpec(AXIS), PartitionSpec()
@@ -91,8 +91,9 @@ class RoundInputs(NamedTuple):
 class Engine:
     """A compiled round for one model, one way of local training and one layout of the data."""
 
-    def __init__(self, model: Model, training: LocalTraining, server: Optimizer, config: EngineConfig):
-        self.model, self.training, self.server, self.config = model, training, server, config
+    def __init__(self, model: Model, training: LocalTraining, server: ServerOptimizer, config: EngineConfig):
+        self.model, self.training = trained_form(model, training), training
+        self.server, self.config = server, config
         self.run_V = np.array(config.run_V, int)
         self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
         self.devices = len(self.mesh.devices)

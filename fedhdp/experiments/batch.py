@@ -195,7 +195,7 @@ class VariantBatch:
             groups = account_groups(mechanism, costs_of, experiment.delta_of, experiment.run_accountant, targets)
             result = VariantResult(variant.name, variant.algorithm, rounds, seconds, experiment.repeatable, groups)
             result.metrics = self.simulation.metrics
-            result.stopped = self.stopped
+            result.stopped, result.preparation = self.stopped, self.simulation.data.preparation
             results.append(attach_metrics(result, history))
         for number in reversed(range(len(results))):
             variant_scores = {name: score_KV[:, number].astype(np.float32) for name, score_KV in scores.items()}

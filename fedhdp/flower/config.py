@@ -23,6 +23,7 @@ from fedhdp.experiments.config import FIELDS, without_none
 from fedhdp.experiments.errors import config_error
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, PrivacyGroup
 from fedhdp.metrics import is_metric_name
+from fedhdp.optimizers import require_tables
 from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT
 from fedhdp.privacy.budget import OnBudgetExhausted
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig, PrivacyLevel
@@ -96,6 +97,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
             require(getattr(self, field) >= 0, field, getattr(self, field), "at least 0")
         for field in _TIMEOUTS:
             require(0 < getattr(self, field) < math.inf, field, getattr(self, field), "finite and above 0")
+        require_tables(self.server.optimizer, "server.optimizer")
         distinct = len(set(self.metrics)) == len(self.metrics) > 0
         require(
             distinct and all(map(is_metric_name, self.metrics)), "metrics", self.metrics, "different names of metrics"

@@ -87,6 +87,16 @@ class MechanismConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The epsilons that groups state, by name."""
         return {group.name: group.epsilon for group in self.groups if group.epsilon is not None}
 
+    def with_epsilons(self, epsilons: Mapping[str, float]) -> MechanismConfig:
+        """The same with other epsilons for some groups, by name, instead of their epsilons or noise multipliers."""
+        groups = (
+            msgspec.structs.replace(group, epsilon=epsilons[group.name], noise_multiplier=None)
+            if group.name in epsilons
+            else group
+            for group in self.groups
+        )
+        return msgspec.structs.replace(self, groups=tuple(groups))
+
     def build(self, rounds: int, delta: float, accountant: Accountant) -> Mechanism:
         """The mechanism, calibrated where groups state an epsilon; groups without a weight have weight 1.
 

@@ -106,6 +106,7 @@ class VariantResult(_Measured, forbid_unknown_fields=True):
     metrics: tuple[MetricInfo, ...] = (ACCURACY,)
     clip: float | None = None
     stopped: str | None = None  # why it ended before its last round
+    preparation: str = ""  # whose statistics the inputs were made with
 
     @property
     def server_accuracy(self) -> float | None:

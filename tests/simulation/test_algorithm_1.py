@@ -14,6 +14,7 @@ from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData, examples
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.models import Model, mlp
+from fedhdp.optimizers import OptimizerConfig
 from fedhdp.simulation import Simulation
 
 MECHANISMS = {
@@ -26,6 +27,12 @@ MECHANISMS = {
     "three levels, noise per group": mechanism_of((4, 0.0, 1.0), (5, 0.5, 0.7), (10, 1.5, 0.2), noise="per_group"),
     "the paper read literally": mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.1), sampling="fixed"),
     "a fixed clip": mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.1), clip=0.2),
+}
+
+ADAM = {
+    "optimizer": OptimizerConfig("adam", learning_rate=0.02, eps=1e-3),
+    "personal_learning_rate": 0.01,
+    "proximal": 0.8,
 }
 
 
@@ -41,11 +48,12 @@ def test_rounds_agree_with_plain_loops_for_clients_of_one_size():
 @pytest.mark.parametrize("sizes", [[7] * 19, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6]])
 @pytest.mark.parametrize(
     "otherwise",
-    [{"drop_remainder": True}, {"personal_epochs": 1}, {"proximal": 0.8}],
+    [{"drop_remainder": True}, {"personal_epochs": 1}, {"proximal": 0.8}, ADAM],
     ids=lambda given: next(iter(given)),
 )
 def test_rounds_agree_with_plain_loops_for_other_training(sizes, otherwise):
-    agree(tiny_data(sizes), MECHANISMS["two levels, the paper's"], replace(TRAINING, **otherwise))
+    rates = {"learning_rate": None, "decay": 1.0} if "optimizer" in otherwise else {}
+    agree(tiny_data(sizes), MECHANISMS["two levels, the paper's"], replace(TRAINING, **rates, **otherwise))
 
 
 def agree(data: FederatedData, mechanism: Mechanism, training: LocalTraining = TRAINING) -> None:

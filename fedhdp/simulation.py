@@ -27,8 +27,8 @@ from fedhdp.engine.placement import Placement, make_slot_table
 from fedhdp.engine.round import Engine, EngineConfig, ExampleArrays, RoundParamsBatch
 from fedhdp.errors import DataError, ModelError, RunError, require
 from fedhdp.mechanism import Mechanism
-from fedhdp.models import Array, Model, Parameters
-from fedhdp.results.metrics import MetricRow, evaluation_rows, round_rows
+from fedhdp.models import Array, Model, Parameters, parameter_sizes
+from fedhdp.results.metrics import MetricRow, clip_rows, evaluation_rows, round_rows
 from fedhdp.results.schema import MetricInfo, SimulationResult
 from fedhdp.results.store import read_arrays, write_arrays
 from fedhdp.rng import BATCHES, COHORT, MODEL, NOISE, os_entropy, stream
@@ -103,6 +103,8 @@ class Simulation:
         check_metrics(data, model, metrics)
         self.metrics = tuple(MetricInfo(metric.name, metric.higher_is_better, metric.percent) for metric in metrics)
         config = engine_config(data, model, self.training, self.run_of)
+        sizes = parameter_sizes(jax.eval_shape(model.init, jax.random.key(0)))
+        config = config._replace(layers=server.make_layers(self.mechanism, sizes))
         self.engine = _engine(model, self.training, self.server_optimizer, config)
         self.group_K = self.mechanism.client_group_indices
         personalize = self.training.personalize
@@ -134,6 +136,8 @@ class Simulation:
         """
         cohorts = {mechanism.cohort_distribution for mechanism in mechanisms}
         require(len(cohorts) == 1, "mechanisms", len(cohorts), "such that all draw the same cohorts")
+        layers = {mechanism.layers for mechanism in mechanisms}
+        require(len(layers) == 1, "mechanisms", len(layers), "such that all clip the same layers")
         require(len(mechanisms) == len(self.run_of), "mechanisms", len(mechanisms), f"{len(self.run_of)}, as there are")
         for mechanism in mechanisms:
             self.training.check(mechanism)
@@ -275,9 +279,11 @@ class Simulation:
     def round_rows(self) -> list[list[MetricRow]]:
         """For each mechanism, what rounds measure without an evaluation: the next clip, and each group's refused updates."""
         clip_R, refused_RG = np.asarray(self.server_state.clip), np.asarray(self.server_state.refused_G)
-        names = [group.name for group in self.mechanism.groups]
-        pairs = [(float(clip_R[r]), dict(zip(names, refused_RG[r].tolist(), strict=True))) for r in self.run_of]
-        return [round_rows(self.round, clip, refused) for clip, refused in pairs]
+        rows, names = [], [group.name for group in self.mechanism.groups]
+        for r in self.run_of:
+            refused = dict(zip(names, refused_RG[r].tolist(), strict=True))
+            rows.append(round_rows(self.round, clip_rows(self.round, self.mechanism.layers, clip_R[r]), refused))
+        return rows
 
     def global_model(self, number: int = 0) -> np.ndarray:
         """The global model of the mechanism with this number, as one row of parameters."""

@@ -20,7 +20,7 @@ from fedhdp.experiments.components import DataConfig, MlpConfig, ModelConfig, Py
 from fedhdp.experiments.errors import FieldNames, config_error
 from fedhdp.experiments.file_data import DataFiles
 from fedhdp.experiments.weights import count_parameters
-from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, Sampling
+from fedhdp.mechanism import AdaptiveClip, Clip, LayerClip, Mechanism, Noise, Sampling, parse_clip
 from fedhdp.metrics import NAMES
 from fedhdp.optimizers import require_tables
 from fedhdp.privacy.accounting import Accountant, default_accountant
@@ -40,6 +40,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         pulls: Pulls of groups, by name, instead of the mechanism's.
         noise_multipliers: Noise multipliers of groups, by name, instead of the mechanism's.
         epsilons: Epsilons of groups, by name, instead of the mechanism's epsilons or noise multipliers.
+        clip: How updates are clipped; None takes the mechanism's.
         noise: How noise is shared among groups; None takes the mechanism's.
         sampling: How cohorts are sampled; None takes the mechanism's.
         training: Fields that replace those of the experiment's training.
@@ -52,6 +53,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pulls: dict[str, float] = {}
     noise_multipliers: dict[str, float] = {}
     epsilons: dict[str, float] = {}
+    clip: Clip | None = None
     noise: Noise | None = None
     sampling: Sampling | None = None
     training: dict[str, Any] = {}
@@ -59,6 +61,8 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         require(self.algorithm in ALGORITHMS, "algorithm", self.algorithm, f"one of {', '.join(ALGORITHMS)}")
+        if self.clip is not None:
+            msgspec.structs.force_setattr(self, "clip", parse_clip(self.clip))
         if self.name == "":
             msgspec.structs.force_setattr(self, "name", ALGORITHM_NAMES[self.algorithm])
         require(is_directory_name(self.name), "name", self.name, "short, and not the name of a file of the run")
@@ -90,8 +94,8 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
             for group in base.groups
         )
-        noise, sampling = self.noise or base.noise, self.sampling or base.sampling
-        mechanism = Mechanism(groups, base.clip, noise, sampling)
+        clip, noise, sampling = self.clip or base.clip, self.noise or base.noise, self.sampling or base.sampling
+        mechanism = Mechanism(groups, clip, noise, sampling)
         if with_weights is not None and mechanism.without_pulls != base.without_pulls:
             mechanism = with_weights(mechanism, self.weights)
         return ALGORITHMS[self.algorithm](mechanism)
@@ -288,7 +292,7 @@ def _override(value: Any, changes: Mapping[str, Any], path: str) -> Any:
         raise config_error(error, changes, FIELDS, prefix=path) from error
 
 
-_PARTS = (GroupConfig, MechanismConfig, AdaptiveClip, LocalTraining, ServerOptimizer, Variant, Budget)
+_PARTS = (GroupConfig, MechanismConfig, AdaptiveClip, LayerClip, LocalTraining, ServerOptimizer, Variant, Budget)
 FIELDS = FieldNames([*get_args(DataConfig), *get_args(ModelConfig), *_PARTS, Experiment])
 
 

@@ -167,7 +167,9 @@ def _batches(experiment: Experiment, mechanisms: list[Mechanism], model: Model) 
     limit = personal_bytes_limit() // 4  # the rest is for data and the computation of a round
     by_cohort: dict[tuple, list[list[int]]] = {}
     for (mechanism, training, server_optimizer), numbers in by_training.items():
-        batches = by_cohort.setdefault((mechanism.cohort_distribution, training, server_optimizer), [])
+        batches = by_cohort.setdefault(
+            (mechanism.cohort_distribution, mechanism.layers, training, server_optimizer), []
+        )
         size = personal_bytes(model, mechanism.clients) if training.personalize else 0
         if batches and experiment.ledger is None and (len(batches[-1]) + len(numbers)) * size <= limit:
             batches[-1] += numbers

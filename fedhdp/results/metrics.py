@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import stdev
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from fedhdp.mechanism import SERVER
 from fedhdp.results.schema import STATISTICS, MetricInfo, MetricRow
@@ -77,10 +78,17 @@ def evaluation_rows(
     return rows
 
 
-def round_rows(round: int, clip: float, refused: Mapping[str, float]) -> list[MetricRow]:
-    """What a round measured: the clip of the next round, and the updates refused so far, by group."""
-    rows = [MetricRow(round, SERVER, "global", "clip", clip)]
+def round_rows(round: int, clips: Iterable[MetricRow], refused: Mapping[str, float]) -> list[MetricRow]:
+    """What a round measured: the clips of the next round, and the updates refused so far, by group."""
+    rows = list(clips)
     return rows + [MetricRow(round, name, "global", "refused", float(count)) for name, count in refused.items()]
+
+
+def clip_rows(round: int, layers: Sequence[str], clip: ArrayLike) -> list[MetricRow]:
+    """The clip of the next round: "clip", or where layers are clipped one by one "clip/" and the layer's name."""
+    names = [f"clip/{layer}" for layer in layers] or ["clip"]
+    values = np.atleast_1d(np.asarray(clip)).tolist()
+    return [MetricRow(round, SERVER, "global", name, value) for name, value in zip(names, values, strict=True)]
 
 
 def half_interval(values: Sequence[float]) -> float | None:

@@ -16,6 +16,7 @@ from fedhdp.experiments.batch import Interrupted, Progress, VariantBatch, Watch
 from fedhdp.experiments.config import Experiment, from_toml, to_toml
 from fedhdp.experiments.sweep import expand
 from fedhdp.mechanism import Mechanism
+from fedhdp.metrics import replace_metrics
 from fedhdp.models import Model
 from fedhdp.privacy.accounting import privacy_costs
 from fedhdp.privacy.ledger import Ledger
@@ -131,6 +132,7 @@ def _run(
         use_cpu_cores()  # before anything below uses JAX
         data = experiment.data.load(experiment.mechanism, experiment.seed)
         model = experiment.model.build(int(np.prod(data.input_shape)), data.classes)
+        model = model._replace(metrics=replace_metrics(model.metrics, experiment.metrics))
         mechanisms = experiment.variant_mechanisms(mechanism)
         private = any(not group.opted_out for variant in mechanisms for group in variant.groups)
         if not private or experiment.ledger is not None:

@@ -137,7 +137,8 @@ def test_rounds_train_global_and_personal_models(make):
     model, data = make().model, tiny_data([8, 5, 12, 3])
     training = LocalTraining(epochs=4, batch_size=4, optimizer={"name": "adam", "learning_rate": 0.02})
     simulation = Simulation(data, model, mechanism_of((4, 0.0, 1.0), rate=1.0, clip=9.0), training, noise_seed=1)
-    x_N, y_N = data.server_x_N * np.float32(1 / 255), jnp.asarray(data.server_y_N)
+    own = slice(data.train.start_K[2], data.train.start_K[3])
+    x_N, y_N = data.train.x_N[own] * np.float32(1 / 255), jnp.asarray(data.train.y_N[own])
 
     def loss(theta) -> float:
         return float(jnp.mean(model.loss(model.apply(theta, x_N, None), y_N)))

@@ -194,6 +194,29 @@ class FederatedData(NamedTuple):
         index_K[rng.permutation(np.flatnonzero(index_K < 0))] = np.repeat(drawn, [counts[names[i]] for i in drawn])
         return self._replace(levels=np.array(names)[index_K])
 
+    def level_indices(self, names: Sequence[str]) -> np.ndarray:
+        """The index of each client's level among these names of groups.
+
+        Raises:
+            DataError: If a level is not among them, or one of them is no client's level.
+        """
+        if self.levels is None or len(self.levels) != self.num_clients:
+            count = 0 if self.levels is None else len(self.levels)
+            message = f"there are {count} levels, but the data has {self.num_clients} clients"
+            raise DataError(message, "levels", count)
+        levels, index_K = np.asarray(self.levels).astype(str), np.full(self.num_clients, -1, np.int32)
+        for index, name in enumerate(names):
+            index_K[levels == name] = index
+        if (index_K < 0).any():
+            client = int(np.argmin(index_K))
+            message = f"client {str(self.ids[client])!r} has the level {str(levels[client])!r}, which is no group's"
+            raise DataError(f"{message}: groups are {', '.join(names)}", "levels", str(levels[client]))
+        for name, count in zip(names, np.bincount(index_K, minlength=len(names)), strict=True):
+            if count == 0:
+                message = f"group {name!r} has no client: levels of the data are {', '.join(np.unique(levels))}"
+                raise DataError(message, "groups", name)
+        return index_K
+
 
 def level_counts(sizes: Mapping[str, LevelSize], clients: int) -> dict[str, int]:
     """The number of clients of each level.

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from fedhdp.data import FederatedData, hold_out
+from fedhdp.data import FederatedData, LevelSize, hold_out, level_counts
 from fedhdp.datasets import Split
 from fedhdp.errors import ConfigError, DataError, ModelError, require
 from fedhdp.models import Model, cnn, linear, mlp
@@ -93,6 +93,32 @@ def _errors_located(file: str) -> Iterator[None]:
         raise ConfigError(f"{place}: {type(error).__name__}: {error}", "file", file) from error
 
 
+def group_sizes(mechanism: MechanismConfig) -> dict[str, LevelSize]:
+    """The sizes of the groups, for data without levels.
+
+    Raises:
+        ConfigError: If a group has neither clients nor a share.
+    """
+    sizes = {}
+    for number, group in enumerate(mechanism.groups):
+        if group.size is None:
+            field = f"mechanism.groups[{number}].clients"
+            raise ConfigError(f"{field} is missing, or {group.name!r} has no share: the data has no levels", field)
+        sizes[group.name] = group.size
+    return sizes
+
+
+def skewed_clients(mechanism: MechanismConfig, clients: int) -> int:
+    """The number of clients of the first group, who hold one digit in the skewed split."""
+    return level_counts(group_sizes(mechanism), clients)[mechanism.groups[0].name]
+
+
+def with_skewed_levels(data: FederatedData, mechanism: MechanismConfig, skewed: int, seed: int) -> FederatedData:
+    """The data in which the first clients, who hold one digit, have the level of the first group."""
+    first, *others = level_counts(group_sizes(mechanism), data.num_clients).items()
+    return data.draw_levels({first[0]: data.ids[:skewed].tolist(), **dict(others)}, seed)
+
+
 class HandwritingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="handwriting"):
     """The embedded handwriting."""
 
@@ -109,12 +135,13 @@ class HandwritingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         """Render the data; in the skewed split, the clients of the first group hold one digit."""
         from fedhdp.datasets import make_handwriting, tff_client_sizes
 
-        skewed = mechanism.groups[0].clients if self.split == "skewed" else 0
+        skewed = skewed_clients(mechanism, self.clients) if self.split == "skewed" else 0
         numbers = (self.clients, self.samples, self.test_samples, self.server_test)
         sizes, test_sizes = None, None
         if self.sizes == "tff":
             sizes, test_sizes = (size_K[: self.clients].tolist() for size_K in tff_client_sizes(self.classes, seed))
         data = make_handwriting(*numbers, self.split, self.classes, skewed, sizes, seed, test_sizes)
+        data = with_skewed_levels(data, mechanism, skewed, seed) if skewed else data
         return hold_out(data, self.validation, seed)
 
 
@@ -131,8 +158,9 @@ class MnistConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         """Read the data; in the skewed split, the clients of the first group hold a 7."""
         from fedhdp.datasets import load_mnist
 
-        skewed = mechanism.groups[0].clients if self.split == "skewed" else 0
+        skewed = skewed_clients(mechanism, self.clients) if self.split == "skewed" else 0
         data = load_mnist(self.split, self.clients, skewed, self.samples, self.test_samples, seed)
+        data = with_skewed_levels(data, mechanism, skewed, seed) if skewed else data
         return hold_out(data, self.validation, seed)
 
 
@@ -154,7 +182,7 @@ class FemnistConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 class PythonData(PythonFile, frozen=True, tag_field="name", tag="python"):
     """Data from a user's file."""
 
-    clients: int
+    clients: int | None = None  # how many the data has; None: any number
     validation: float = 0.0
 
     def load(self, mechanism: MechanismConfig, seed: int) -> FederatedData:
@@ -167,7 +195,7 @@ class PythonData(PythonFile, frozen=True, tag_field="name", tag="python"):
         if not isinstance(data, FederatedData):
             kind = type(data).__name__
             raise DataError(f"data() of {self.file} must return a FederatedData, got {kind}", "data", kind)
-        if data.num_clients != self.clients:
+        if self.clients not in (None, data.num_clients):
             message = f"data.clients must be {data.num_clients}, as {self.file} has, got {self.clients}"
             raise DataError(message, "data.clients", self.clients)
         return hold_out(data, self.validation, seed)

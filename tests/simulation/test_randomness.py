@@ -50,6 +50,7 @@ def test_cohorts_of_changing_size_compile_once(data, personalize):
 
 
 def test_each_seed_changes_its_streams_alone(data):
+    data = data.with_levels(group_by_group(CHOSEN))
     one = trained(data, CHOSEN)
     same(one, trained(data, CHOSEN))
     other_noise = trained(data, CHOSEN, noise_seed=8)

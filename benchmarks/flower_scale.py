@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples" / "flower_app"))
-from demo import Fleet  # noqa: E402
+from fleet import Fleet  # noqa: E402
 from task import MODEL, SIMULATED_LEVELS  # noqa: E402
 
 from fedhdp.datasets import make_handwriting  # noqa: E402

@@ -17,7 +17,7 @@ from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData, examples
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, squared_error
-from fedhdp.privacy.accounting import format_epsilon, reports_by_accountant
+from fedhdp.privacy.accounting import epsilon_reports
 from fedhdp.privacy.calibration import calibrate
 from fedhdp.simulation import Simulation
 
@@ -78,8 +78,8 @@ if __name__ == "__main__":
     clinics, net = data(seed=0), model()
     training = LocalTraining(epochs=3, batch_size=10, learning_rate=0.02)
     mechanisms = {"equal": mechanism, "by noise": by_noise(mechanism)}
-    for rdp, pld in reports_by_accountant(mechanisms["by noise"], ROUNDS, DELTA):
-        print(f"{rdp}, by PLD {format_epsilon(pld.epsilon)}")
+    for report in epsilon_reports(mechanisms["by noise"], ROUNDS, DELTA).values():
+        print(report)
     simulation = Simulation(clinics, net, list(mechanisms.values()), training, NESTEROV)
     simulation.run(ROUNDS)
     for name, rows in zip(mechanisms, simulation.evaluate(), strict=True):
@@ -91,7 +91,7 @@ if __name__ == "__main__":
     # Each clinic's scores, and a personal model as a function.
     scores = simulation.client_scores()
     for number, name in enumerate(mechanisms):
-        better = scores["personal"][:, number] > scores["global"][:, number]
+        better = scores["personal/accuracy"][:, number] > scores["global/accuracy"][:, number]
         print(f"{name} weights: the personal model is better for {better.sum()} of {len(better)} clinics")
     theta = simulation.model(client=3, number=1)
     days = net.apply(theta, clinics.train.x_N[clinics.train.start_K[3] :][:3], None)[:, 0]

@@ -10,13 +10,25 @@ Axis letters: K clients, C clients of a cohort, N examples, M examples of one cl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from fedhdp.columns import Standardize, huggingface_columns, table_arrays, torch_arrays
 from fedhdp.errors import DataError, require
+from fedhdp.rows import (
+    NUMBER,
+    VALIDATION,
+    LevelSize,
+    class_targets,
+    client_generator,
+    input_array,
+    level_counts,
+    order_by_client,
+    partition_rows,
+    share_or_arrays,
+)
 
 
 class ExampleSource(Protocol):
@@ -97,10 +109,6 @@ def from_lists(x_K: Sequence[np.ndarray], y_K: Sequence[np.ndarray]) -> Examples
     return examples(np.concatenate(x_K), np.concatenate(y_K), np.array([len(y) for y in y_K]))
 
 
-LevelSize: TypeAlias = int | float | Sequence[str]  # of a level: a count, a share of all clients, or its clients' ids
-NUMBER = (int, float, np.number)
-
-
 class FederatedData(NamedTuple):
     """Every client's examples and the server's test set.
 
@@ -115,6 +123,8 @@ class FederatedData(NamedTuple):
         client_ids: The clients' ids, strings that differ. None: their numbers.
         levels: Each client's privacy level, the name of its group. None: not known.
         input_scale: Inputs are multiplied by it, as floats. None: floats reach the model as they are, integers as integers.
+        class_names: The names of the classes. None: not known.
+        preparation: How columns became inputs, and whose statistics that took.
     """
 
     name: str
@@ -127,6 +137,8 @@ class FederatedData(NamedTuple):
     client_ids: np.ndarray | None = None
     levels: np.ndarray | None = None
     input_scale: float | None = None
+    class_names: tuple[str, ...] | None = None
+    preparation: str = ""
 
     @property
     def num_clients(self) -> int:
@@ -149,6 +161,144 @@ class FederatedData(NamedTuple):
         if self.client_ids is not None:
             return np.asarray(self.client_ids).astype(str)
         return np.arange(self.num_clients).astype(f"<U{len(str(self.num_clients))}")
+
+    @classmethod
+    def from_arrays(
+        cls,
+        x: Any,
+        y: Any,
+        client: Any,
+        level: Any = None,
+        test: float | tuple[Any, Any, Any] | None = 0.2,
+        server: float | tuple[Any, Any] | None = None,
+        *,
+        name: str = "arrays",
+        classes: int | Sequence[str] | None = None,
+        input_scale: float | None = None,
+        seed: int = 0,
+    ) -> FederatedData:
+        """Data from arrays with one row for each example, in any order. Clients are sorted by id.
+
+        Args:
+            x: The inputs. Their type is kept.
+            y: The targets. Text becomes classes, whose names are kept.
+            client: Each example's client: strings or whole numbers.
+            level: Each example's level, the same for all of a client's; or a mapping of clients to levels; None: not known.
+            test: The share of its examples that a client tests on, drawn at random: at least one, never all. Or examples
+                ``(x, y, client)``, or None.
+            server: The server's test set: examples ``(x, y)``, or the share of each client's examples that it takes away.
+                None for no server test set.
+            name: A name for tables.
+            classes: The number of classes, or their names in order. None takes them from the labels of all clients.
+            input_scale: What inputs are multiplied by, such as 1/255 for bytes of images; None leaves them as they are.
+            seed: Seed of the examples that are held out. Those of one client do not depend on other clients.
+
+        Raises:
+            DataError: If arrays do not fit each other, or a client has no level or several.
+            InvalidValueError: If a share is out of range.
+        """
+        test_share, test_rows = share_or_arrays("test", test, ("x", "y", "client"))
+        server_share, server_rows = share_or_arrays("server", server, ("x", "y"))
+        rows = partition_rows(client, level, test_share, server_share, seed)
+        others = [part for part in (test_rows, server_rows) if part]
+        (y_N, *other_y), classes, class_names = class_targets([y, *(part[1] for part in others)], classes)
+        if len(y_N) != len(rows.client_N):
+            raise DataError(f"y must be one for each of {len(rows.client_N)} examples, got {len(y_N)}", "y", len(y_N))
+        x_N, *other_x = (input_array(part[0], len(part[1])) for part in [(x, y_N), *others])
+        train = examples(x_N[rows.train_N], y_N[rows.train_N], rows.train_count_K)
+        test_part = examples(x_N[rows.test_N], y_N[rows.test_N], rows.test_count_K)
+        server_part = (x_N[rows.server_N], y_N[rows.server_N])
+        if test_rows:
+            order_N, count_K = order_by_client(test_rows[2], rows.client_ids)
+            test_part = examples(other_x[0][order_N], other_y[0][order_N], count_K)
+        if server_rows:
+            server_part = (other_x[-1], other_y[-1])
+        ids, levels = rows.client_ids, rows.levels
+        return cls(name, train, test_part, *server_part, classes, None, ids, levels, input_scale, class_names)
+
+    @classmethod
+    def from_dataframe(
+        cls,
+        frame: Any,
+        client: str,
+        label: str,
+        level: str | Mapping[Any, str] | None = None,
+        test: Any = 0.2,
+        server: Any = None,
+        *,
+        features: Sequence[str] | None = None,
+        categories: Mapping[str, Sequence[Any]] | None = None,
+        fill: Mapping[str, Any] | None = None,
+        standardize: Standardize = "none",
+        public: Sequence[str] = (),
+        seed: int = 0,
+        **others: Any,
+    ) -> FederatedData:
+        """Data from a table with one row for each example: numbers become inputs, categories one input for each value.
+
+        Args:
+            frame: A data frame of pandas or polars, a table of pyarrow, or a mapping of columns.
+            client: The column with each example's client.
+            label: The column to predict: text or whole numbers are classes, other numbers targets of shape [N, 1].
+            level: The column with each client's level, a mapping of clients to levels, or None.
+            test: As in `from_arrays`; examples are a table too.
+            server: As in `from_arrays`; examples are a table too.
+            features: The columns that are inputs; None for all others. A single column of arrays is taken as it is.
+            categories: The values of columns of text, by column.
+            fill: What replaces a missing value, by column. Without it, a missing value is an error.
+            standardize: ``"none"``; mean and deviation by column; ``"public"``, those of the clients whose level is in
+                ``public``; ``"server"``, those of the server's table. The last two also tell the values of categories.
+            public: The levels of clients who opted out of privacy.
+            seed: As in `from_arrays`.
+            **others: ``name``, ``classes`` and ``input_scale`` of `from_arrays`.
+
+        Raises:
+            DataError: If a column or a cell cannot be used; the message names column and row.
+        """
+        columns = (client, label, level, test, server, features, categories, fill, standardize, public, seed)
+        *arrays, preparation = table_arrays(frame, *columns)
+        data = cls.from_arrays(*arrays, seed=seed, **({"name": "table"} | others))
+        return data._replace(preparation=preparation)
+
+    @classmethod
+    def from_huggingface(
+        cls,
+        dataset: Any,
+        client: str,
+        label: str,
+        level: Any = None,
+        test: Any = 0.2,
+        server: Any = None,
+        **others: Any,
+    ) -> FederatedData:
+        """Data from a ``datasets.Dataset``, with the arguments of `from_dataframe`; tests and servers are datasets too.
+
+        A column of images, of arrays or of lists of one length is taken as it is where it is the only feature. The names
+        of a ``ClassLabel`` are kept.
+        """
+        names = getattr(dataset.features.get(label), "names", None)
+        options: dict[str, Any] = {"name": "dataset", "classes": names} | others
+        columns = None if options.get("features") is None else [client, label, level, *options["features"]]
+        parts = [huggingface_columns(part, columns) for part in (dataset, test, server)]
+        return cls.from_dataframe(parts[0], client, label, level, parts[1], parts[2], **options)
+
+    @classmethod
+    def from_torch(
+        cls, dataset: Any, client: Any, level: Any = None, test: Any = 0.2, server: Any = None, **others: Any
+    ) -> FederatedData:
+        """Data from a map-style PyTorch dataset of ``(x, y)``, with the arguments of `from_arrays`.
+
+        ``client`` has each example's client, in the order of the dataset. Test examples are ``(dataset, client)``, the
+        server's are a dataset.
+
+        Raises:
+            DataError: If it has no length, or its examples differ in shape.
+        """
+        if isinstance(test, tuple):
+            test = (*torch_arrays(test[0]), test[1])
+        if hasattr(server, "__getitem__"):
+            server = torch_arrays(server)
+        return cls.from_arrays(*torch_arrays(dataset), client, level, test, server, **({"name": "torch"} | others))
 
     def with_levels(self, levels: Sequence[str] | np.ndarray | Mapping[str, Sequence[str]]) -> FederatedData:
         """The data with these levels.
@@ -218,39 +368,6 @@ class FederatedData(NamedTuple):
         return index_K
 
 
-def level_counts(sizes: Mapping[str, LevelSize], clients: int) -> dict[str, int]:
-    """The number of clients of each level.
-
-    Args:
-        sizes: By level a count, a share of all clients, or ids. Shares are rounded so that all clients have a level.
-        clients: The number of all clients.
-
-    Raises:
-        DataError: If a size is negative, a share is above 1, or they do not add up.
-    """
-    quotas = {level: _quota(level, size, clients) for level, size in sizes.items()}
-    counts = {level: math.floor(quota) for level, quota in quotas.items()}
-    rounded = [level for level in quotas if counts[level] < quotas[level]]
-    rounded.sort(key=lambda level: counts[level] - quotas[level])
-    for level in rounded[: max(0, clients - sum(counts.values()))]:
-        counts[level] += 1
-    if (total := sum(counts.values())) != clients:
-        parts = ", ".join(f"{level} {count:,}" for level, count in counts.items())
-        message = f"levels add up to {total:,} clients ({parts}), but the data has {clients:,}"
-        raise DataError(message, "levels", total)
-    return counts
-
-
-def _quota(level: str, size: LevelSize, clients: int) -> float:
-    """The number of clients of a level, not rounded."""
-    if not isinstance(size, NUMBER):
-        return len(size)
-    is_count = isinstance(size, int | np.integer)
-    if not 0 <= size <= (math.inf if is_count else 1):
-        raise DataError(f"level {level!r} must have a count, or a share of at most 1, got {size}", "levels", size)
-    return int(size) if is_count else round(float(size) * clients, 6)
-
-
 def hold_out(data: FederatedData, share: float, seed: int) -> FederatedData:
     """Move a share of each client's training examples to its validation examples, at least one if it has two.
 
@@ -271,14 +388,13 @@ def hold_out(data: FederatedData, share: float, seed: int) -> FederatedData:
         raise DataError(f"{data.name} is generated on demand: nothing can be held out of it", "validation", share)
     at_least_one_K = np.clip(np.round(share * train.count_K), 1, train.count_K - 1)
     held_out_K = np.where(train.count_K > 1, at_least_one_K, 0).astype(int)
+    keys = range(data.num_clients) if data.client_ids is None else data.ids.tolist()
     train_rows, validation_rows = [], []
-    for client, (start, count, held_out) in enumerate(zip(train.start_K, train.count_K, held_out_K, strict=True)):
-        order = start + np.random.default_rng([seed, 0, 1, client]).permutation(count)
+    for key, start, count, held_out in zip(keys, train.start_K, train.count_K, held_out_K, strict=True):
+        order = start + client_generator(seed, VALIDATION, key).permutation(count)
         train_rows.append(np.sort(order[held_out:]))
         validation_rows.append(np.sort(order[:held_out]))
-
-    def at(rows: list[np.ndarray], count_K: np.ndarray) -> Examples:
-        row_N = np.concatenate(rows)
-        return examples(train.x_N[row_N], train.y_N[row_N], count_K)
-
-    return data._replace(train=at(train_rows, train.count_K - held_out_K), validation=at(validation_rows, held_out_K))
+    parts = ((train_rows, train.count_K - held_out_K), (validation_rows, held_out_K))
+    row_parts = ((np.concatenate(rows), count_K) for rows, count_K in parts)
+    rest, held = (examples(train.x_N[row_N], train.y_N[row_N], count_K) for row_N, count_K in row_parts)
+    return data._replace(train=rest, validation=held)

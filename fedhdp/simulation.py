@@ -30,7 +30,7 @@ from fedhdp.errors import ModelError, RunError, require
 from fedhdp.mechanism import Mechanism
 from fedhdp.models import Array, Model, Parameters
 from fedhdp.results.metrics import MetricRow, evaluation_rows
-from fedhdp.results.schema import SimulationResult
+from fedhdp.results.schema import ACCURACY, SimulationResult
 from fedhdp.results.store import read_arrays, write_arrays
 from fedhdp.rng import BATCHES, COHORT, MODEL, NOISE, os_entropy, stream
 from fedhdp.server import Optimizer, ServerOptimizer, ServerState
@@ -103,6 +103,7 @@ class Simulation:
         check_data(data, model)
         config = engine_config(data, model, self.training, self.run_of)
         self.engine = _engine(model, self.training, self.server_optimizer, config)
+        self.metrics = (ACCURACY,)
         personalize = self.training.personalize
         self.placement = Placement(self.engine, self.mechanism, data.train.count_K, by_owner=personalize)
         self.examples = make_example_store(self.engine, data.train, self.engine.config.sizes[-1])
@@ -239,8 +240,8 @@ class Simulation:
         """Each client's mean scores on its test examples.
 
         Returns:
-            For "global", and where there are such "average", "personal" and "chosen": scores of the shape (clients,
-            mechanisms). A client without test examples has NaN.
+            By ``MODEL/METRIC``, as "global/accuracy", arrays of the shape (clients, mechanisms). A model is global, and
+            where there are such average, personal and chosen. A client without test examples has NaN.
         """
         if self._scores is None:
             self.wait()
@@ -262,10 +263,12 @@ class Simulation:
         clip_R, refused_RG = np.asarray(self.server_state.clip), np.asarray(self.server_state.refused_G)
         metrics = []
         for v, r in enumerate(self.run_of):
-            of_server = {model: float(score_R[r]) for model, score_R in server_scores.items()}
-            of_clients = {model: score_KV[:, v] for model, score_KV in client_scores.items()}
+            of_server = {f"{model}/accuracy": float(score_R[r]) for model, score_R in server_scores.items()}
+            of_clients = {name: score_KV[:, v] for name, score_KV in client_scores.items()}
             refused = dict(zip(names, refused_RG[r].tolist(), strict=True))
-            rows = evaluation_rows(self.round, self.group_K, of_server, of_clients, float(clip_R[r]), refused)
+            rows = evaluation_rows(
+                self.round, self.metrics, self.group_K, of_server, of_clients, float(clip_R[r]), refused
+            )
             metrics.append(rows)
         return metrics
 
@@ -397,7 +400,8 @@ def simulate_many(
     for number, (mechanism, history) in enumerate(zip(simulation.mechanisms, simulation.histories, strict=True)):
         if not history or history[-1].round != simulation.round:  # ended by on_round
             history += simulation.evaluate()[number]
-        scores = {model: score_KV[:, number] for model, score_KV in simulation.client_scores().items()}
+        scores = {name: score_KV[:, number] for name, score_KV in simulation.client_scores().items()}
         parameters, repeatable = simulation.named_parameters(number), noise_seed is not None
-        results.append(SimulationResult(mechanism, simulation.round, parameters, scores, history, repeatable))
+        values = (parameters, scores, history, repeatable, simulation.metrics)
+        results.append(SimulationResult(mechanism, simulation.round, *values))
     return results

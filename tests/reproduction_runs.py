@@ -66,7 +66,7 @@ def write_runs(
     seeds = range(seeds) if isinstance(seeds, int) else seeds
     for part in extensions.make_parts(table, rows, seeds, Options("handwriting")):
         experiment = part.experiment
-        promise = experiment.mechanism.build(experiment.rounds, experiment.delta)
+        promise = experiment.build_mechanism()
         results = [
             _result(table, experiment.rounds, variant, promise, part.seed, shift) for variant in experiment.variants
         ]
@@ -84,8 +84,8 @@ def _result(table, rounds, variant, promise, seed, shift) -> VariantResult:
     points = shift(row, seed)
     groups = [_group_result(group, numbers, points) for group in mechanism.groups]
     result = VariantResult(variant.name, variant.algorithm, rounds, 1.0, False, groups)
-    result.server_accuracy = (numbers.get("acc_g", 90.0) + points) / 100
-    result.server_average_accuracy = result.server_accuracy + 0.005
+    accuracy = (numbers.get("acc_g", 90.0) + points) / 100
+    result.values = {"global/accuracy": accuracy, "average/accuracy": accuracy + 0.005}
     return result
 
 
@@ -99,11 +99,14 @@ def _group_result(group: PrivacyGroup, numbers: dict[str, float], points: float)
     code = "np" if group.opted_out else "p"
     result = GroupResult(group.name, group.clients, group.opted_out, *(0.0,) * 4)
     result.pull, result.weight = group.pull, group.weight
-    result.global_accuracy = (numbers.get(f"acc_g_{code}", 90.0) + points) / 100
-    result.global_variance = numbers.get(f"var_g_{code}", 0.3) / 100
-    result.personal_accuracy = numbers.get(f"acc_l_{code}", 99.0) / 100
-    result.personal_variance = numbers.get(f"var_l_{code}", 0.01) / 100
-    result.average_accuracy = result.global_accuracy
+    accuracy = (numbers.get(f"acc_g_{code}", 90.0) + points) / 100
+    result.values = {
+        "global/accuracy": accuracy,
+        "global/accuracy_variance": numbers.get(f"var_g_{code}", 0.3) / 100,
+        "personal/accuracy": numbers.get(f"acc_l_{code}", 99.0) / 100,
+        "personal/accuracy_variance": numbers.get(f"var_l_{code}", 0.01) / 100,
+        "average/accuracy": accuracy,
+    }
     return result
 
 

@@ -18,9 +18,9 @@ PACKAGE = ROOT / "fedhdp"
 RULE = """
 cli → reproduction, flower → experiments → simulation, datasets, theory
 simulation → engine, results → privacy
-engine → client, server → models, optimizers, data, rng, devices
+engine → client, server → models, optimizers, data, rng, devices        data → columns → rows
 theory → algorithms, privacy → mechanism        datasets → data, devices, mechanism        (privacy, theory, results: no JAX)
-client, server, algorithms → mechanism          models, optimizers, mechanism, data, rng, devices → nothing but errors
+client, server, algorithms → mechanism          models, optimizers, mechanism, rows, rng, devices → nothing but errors
 """  # a part may import what is to the right of an arrow, and what that may import
 
 
@@ -114,7 +114,7 @@ def test_every_package_has_a_rule():
     [
         ("dp_accounting", {"privacy"}),
         ("flwr", {"flower"}),
-        ("matplotlib", {"reproduction"}),
+        ("matplotlib", {"reproduction", "results"}),
         ("sqlite3", {"privacy", "datasets"}),
     ],
 )

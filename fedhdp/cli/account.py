@@ -40,7 +40,8 @@ def account(
     rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
     delta: Annotated[float | None, typer.Option(help="Delta; default 1e-4, or the experiment's.")] = None,
     accountant: Annotated[
-        Literal["rdp", "pld"] | None, typer.Option(help="How epsilon is computed; default rdp.")
+        Literal["rdp", "pld"] | None,
+        typer.Option(help="How epsilon is computed; default pld where it applies, else rdp."),
     ] = None,
     sampling: Annotated[
         Literal["poisson", "fixed"] | None, typer.Option(help="How cohorts are sampled; default poisson.")
@@ -95,7 +96,7 @@ def account(
         1e-4 if delta is None else delta,
         noise_multiplier=noise_multiplier,
         target_epsilon=epsilon,
-        accountant=accountant or "rdp",
+        accountant=accountant,
         sampling=sampling or "poisson",
         tuning=tuning,
     )
@@ -134,16 +135,26 @@ def _account_named(name: str, rounds: int | None, delta: float | None, tuning: T
 def _account_experiment(experiment: Experiment, tuning: Tuning | None, json: bool) -> None:
     from fedhdp.privacy.reports import account_mechanisms
 
-    mechanism = experiment.mechanism.build(experiment.rounds, experiment.delta)
-    variants = [(variant.name, variant.mechanism(mechanism)) for variant in experiment.variants]
-    reports = account_mechanisms(variants, experiment.rounds, experiment.delta_of, tuning)
+    data = experiment.load_if_needed()
+    mechanism = experiment.build_mechanism(data)
+    mechanisms = experiment.variant_mechanisms(mechanism, data)
+    unstated = {config.name for config in experiment.mechanism.groups if config.weight is None}
+    weights = {group.name: group.weight for group in mechanism.sampled_groups if group.name in unstated}
+    variants = [(variant.name, mechanism) for variant, mechanism in zip(experiment.variants, mechanisms, strict=True)]
+    targets = [experiment.epsilon_targets(variant) for variant in experiment.variants]
+    accountant = experiment.run_accountant
+    reports = account_mechanisms(variants, experiment.rounds, experiment.delta_of, accountant, targets, tuning)
     drops_groups = experiment.on_budget_exhausted == "drop_group" and bool(experiment.budgets)
     if json:
         trials = None if tuning is None else str(tuning)
-        header = {"experiment": experiment.name, "tuning": trials, "drops_groups": drops_groups}
-        print_json(header | {"repeatable": experiment.repeatable, "mechanisms": reports})
+        header = {"experiment": experiment.name, "accountant": accountant, "tuning": trials, "theory_weights": weights}
+        run = {"drops_groups": drops_groups, "repeatable": experiment.repeatable}
+        print_json(header | run | {"mechanisms": reports})
         return
     _print_mechanisms(experiment.name, reports, tuning, drops_groups)
+    if set(weights.values()) - {1.0}:
+        parts = ", ".join(f"{name} {weight:.3g}" for name, weight in weights.items())
+        console().print(f"Weights that no group or variant states are the theory's: {parts}.")
     if experiment.repeatable:
         console().print(REPEATABLE, style="yellow")
 
@@ -153,7 +164,9 @@ def _account_app(deployment: Deployment, json: bool) -> None:
     from fedhdp.privacy.reports import account_levels
 
     mechanism = deployment.mechanism(dict.fromkeys(deployment.levels, 1))
-    reports = account_levels(mechanism, deployment.rounds, deployment.delta_of, deployment.budgets)
+    reports = account_levels(
+        mechanism, deployment.rounds, deployment.delta_of, deployment.budgets, deployment.epsilon_targets
+    )
     levels = sorted(reports, key=lambda report: deployment.levels_by_strictness.index(report.level))
     if json:
         header = {
@@ -172,9 +185,9 @@ def _print_levels(deployment: Deployment, sampling: Sampling, levels: list[Level
     from fedhdp.privacy.accounting import ADJACENCY, SAMPLER, pluralize
 
     out = console()
-    basis = f"{SAMPLER[sampling]}, {ADJACENCY[sampling]}"
+    basis = f"{SAMPLER[sampling]}, {ADJACENCY[sampling]}, {levels[0].accountant.upper()} accountant"
     out.print(f"{deployment.name}: epsilon of each level after {pluralize(deployment.rounds)} ({basis})")
-    rows = new_table(("level",), ("q", "z", "weight", "delta", "ε RDP", "ε PLD", "budget"))
+    rows = new_table(("level",), ("q", "z", "weight", "delta", "ε asked", "ε", "budget"))
     for number, level in enumerate(levels):
         rows.add_row(
             level.level + ("" if number else " (default)"),
@@ -182,15 +195,20 @@ def _print_levels(deployment: Deployment, sampling: Sampling, levels: list[Level
             f"{level.noise_multiplier:.4g}",
             f"{level.weight:g}",
             f"{level.delta:g}",
+            epsilon_text(level.epsilon_target),
             epsilon_text(level.epsilon),
-            epsilon_text(level.epsilon_pld),
             epsilon_text(level.budget),
         )
     print_table(out, rows)
     out.print(
         "Each level guarantees this whatever levels others choose: their choices can add noise, never remove it. The "
-        "server's ledger adds up all runs, by RDP; rounds that a crash interrupts are charged again."
+        "server's ledger adds up all runs, by the same accountant; rounds that a crash interrupts are charged again."
     )
+    if unweighted := [name for name, level in deployment.levels.items() if level.weight is None]:
+        out.print(
+            f"No weight is stated for {', '.join(unweighted)}, so it is 1. The best weights depend on how many clients "
+            "choose each level: see fedhdp plan."
+        )
     if deployment.repeatable:
         out.print(REPEATABLE, style="yellow")
 
@@ -244,10 +262,11 @@ def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning 
     from fedhdp.privacy.accounting import SAMPLER, pluralize
 
     out, groups = console(), reports[0].groups
-    basis = f"{SAMPLER[groups[0].sampling]}, {groups[0].adjacency}"
+    basis = f"{SAMPLER[groups[0].sampling]}, {groups[0].adjacency}, {groups[0].accountant.upper()} accountant"
     out.print(f"{name}: epsilon of each group after {pluralize(groups[0].rounds)} ({basis})")
-    tuned_column = [] if tuning is None else ["ε tuned"]
-    rows = new_table(("variant", "group"), ("clients", "q", "z", "delta", "ε RDP", "ε PLD", *tuned_column))
+    asked = any(group.epsilon_target is not None for report in reports for group in report.groups)
+    columns = ["ε asked"] * asked + ["ε"] + ["ε tuned"] * (tuning is not None)
+    rows = new_table(("variant", "group"), ("clients", "q", "z", "delta", *columns))
     for report in reports:
         for number, group in enumerate(report.groups):
             rows.add_row(
@@ -257,12 +276,14 @@ def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning 
                 f"{group.sampling_rate:g}",
                 "∞" if group.noise_multiplier == math.inf else f"{group.noise_multiplier:.4g}",
                 f"{group.delta:g}",
+                *([epsilon_text(group.epsilon_target)] if asked else []),
                 epsilon_text(group.epsilon),
-                epsilon_text(group.epsilon_pld),
                 *([] if tuning is None else [epsilon_text(group.epsilon_tuned)]),
                 end_section=number == len(report.groups) - 1,
             )
     print_table(out, rows)
+    for line in _surplus_lines(reports):
+        out.print(line)
     for line in delta_warnings(max(group.delta for group in groups), sum(group.clients for group in groups)):
         out.print(line, style="yellow")
     if drops_groups:
@@ -275,3 +296,13 @@ def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning 
             f"ε tuned: {tuning}, by RDP. Each trial is one of the variants that give the group noise, and nothing of the "
             "other trials may be shown."
         )
+
+
+def _surplus_lines(reports: list[MechanismReport]) -> list[str]:
+    """Which groups have more noise than they asked for, and why."""
+    names: dict[str, list[str]] = {}
+    for report in reports:
+        for group in report.groups:
+            if group.surplus is not None:
+                names.setdefault(f"{group.group} has {group.surplus}", []).extend(report.variants)
+    return [f"{line} [{'; '.join(variants)}]" for line, variants in names.items()]

@@ -82,7 +82,7 @@ def promise(
 
 
 def _print_groups(out: Console, groups: list[GroupStanding]) -> None:
-    rows = new_table(("group",), ("clients", "budget", "delta", "ε RDP", "ε PLD", "rounds", "left"))
+    rows = new_table(("group",), ("clients", "budget", "delta", "ε", "rounds", "left"))
     for group in groups:
         rows.add_row(
             group.group,
@@ -90,13 +90,12 @@ def _print_groups(out: Console, groups: list[GroupStanding]) -> None:
             epsilon_text(group.budget.epsilon if group.budget else None, "none"),
             f"{group.delta:g}",
             epsilon_text(group.epsilon),
-            epsilon_text(group.epsilon_pld),
             f"{sum(charge['rounds'] for charge in group.charges):,}",
             _format_rounds_left(group.rounds_left),
         )
     print_table(out, rows)
     out.print(
-        "Budgets are checked by RDP. left: how many more rounds, like those of its last run, the budget allows.\n"
+        "Epsilons and budgets are by RDP. left: how many more rounds, like those of its last run, the budget allows.\n"
     )
     for group in groups:
         out.print(f"{group.group}: {_format_charges(group)}")

@@ -93,7 +93,7 @@ def _print(plan: Plan) -> None:
 
 
 def _print_levels(out: Console, plan: Plan) -> None:
-    columns = ("clients", "cohort", "target ε", "noise z", "weight r", "share", "ε PLD", "ε RDP")
+    columns = ("clients", "cohort", "ε asked", "noise z", "weight r", "share", "ε")
     levels = new_table(("level",), columns)
     for level in plan.levels:
         levels.add_row(
@@ -104,12 +104,12 @@ def _print_levels(out: Console, plan: Plan) -> None:
             epsilon_text(level.noise_multiplier),
             f"{level.weight:.2g}",
             f"{level.weight_share:.0%}",
-            epsilon_text(level.epsilon_pld),
-            epsilon_text(level.epsilon_rdp),
+            epsilon_text(level.epsilon),
         )
     print_table(out, levels)
     out.print(
-        "noise z keeps the target ε by PLD; share is of the weighted mean (Poisson sampling, add or remove one client)"
+        f"noise z keeps ε by {plan.accountant.upper()}; share is of the weighted mean (Poisson sampling, add or remove one "
+        "client)"
     )
     for line in delta_warnings(plan.delta, plan.clients):
         out.print(line, style="yellow")

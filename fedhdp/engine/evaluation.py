@@ -67,7 +67,7 @@ class Evaluation:
             store: The personal models, if training personalizes.
 
         Returns:
-            For each kind of model, score_KV: a client's score under each mechanism. NaN without examples.
+            By ``MODEL/METRIC``, score_KV: a client's score under each mechanism. NaN without examples.
         """
         theta_RP = models["global"]
         runs = len(theta_RP)
@@ -80,7 +80,7 @@ class Evaluation:
             if self.data.validation is not None:
                 held_out_KT = self._scores(theta_RP, participated_K, store, self._validation)
                 scores["chosen"] = choose_pulls(self.run_of, held_out_KT[:, runs:], scores["personal"])
-        return scores
+        return {f"{model}/accuracy": score_KV for model, score_KV in scores.items()}
 
     def _scores(
         self, theta_RP: Array, participated_K: np.ndarray, store: PersonalStore | None, examples: ShardedExamples

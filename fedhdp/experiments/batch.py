@@ -125,6 +125,7 @@ class VariantBatch:
                     repeatable=experiment.repeatable,
                     on_exhausted=experiment.on_budget_exhausted,
                     delta_of=experiment.delta_of,
+                    accountant=experiment.run_accountant,
                     completed=simulation.round,
                     replayed_rounds=self.replayed_rounds,
                     population=experiment.population,
@@ -183,14 +184,16 @@ class VariantBatch:
         rounds, seconds = self.simulation.round, self.seconds / len(self.variants)
         scores = self.simulation.client_scores()
         results = []
-        repeatable, columns = self.experiment.repeatable, (self.variants, self.billings, self.mechanisms)
+        experiment, columns = self.experiment, (self.variants, self.billings, self.mechanisms)
         for variant, billing, mechanism, history in zip(*columns, self.simulation.histories, strict=True):
-            groups = account_groups(mechanism, partial(billing.costs, rounds=rounds), self.experiment.delta_of)
-            result = VariantResult(variant.name, variant.algorithm, rounds, seconds, repeatable, groups)
+            costs_of, targets = partial(billing.costs, rounds=rounds), experiment.epsilon_targets(variant)
+            groups = account_groups(mechanism, costs_of, experiment.delta_of, experiment.run_accountant, targets)
+            result = VariantResult(variant.name, variant.algorithm, rounds, seconds, experiment.repeatable, groups)
+            result.metrics = self.simulation.metrics
             result.stopped = self.stopped
             results.append(attach_metrics(result, history))
         for number in reversed(range(len(results))):
-            variant_scores = {model: score_KV[:, number].astype(np.float32) for model, score_KV in scores.items()}
+            variant_scores = {name: score_KV[:, number].astype(np.float32) for name, score_KV in scores.items()}
             self.parts[number].finish(self.simulation.named_parameters(number), results[number], variant_scores)
         (self.parts[0].path / personal_store.FILE_NAME).unlink(missing_ok=True)
         return results

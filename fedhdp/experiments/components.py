@@ -20,9 +20,10 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from fedhdp.data import FederatedData, LevelSize, hold_out, level_counts
+from fedhdp.data import FederatedData, hold_out
 from fedhdp.datasets import Split
 from fedhdp.errors import ConfigError, DataError, ModelError, require
+from fedhdp.experiments.groups import skewed_clients, with_skewed_levels
 from fedhdp.models import Model, cnn, linear, mlp
 from fedhdp.privacy.calibration import MechanismConfig
 
@@ -91,32 +92,6 @@ def _errors_located(file: str) -> Iterator[None]:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         place = f"{file}, line {lines[-1]}" if lines else file
         raise ConfigError(f"{place}: {type(error).__name__}: {error}", "file", file) from error
-
-
-def group_sizes(mechanism: MechanismConfig) -> dict[str, LevelSize]:
-    """The sizes of the groups, for data without levels.
-
-    Raises:
-        ConfigError: If a group has neither clients nor a share.
-    """
-    sizes = {}
-    for number, group in enumerate(mechanism.groups):
-        if group.size is None:
-            field = f"mechanism.groups[{number}].clients"
-            raise ConfigError(f"{field} is missing, or {group.name!r} has no share: the data has no levels", field)
-        sizes[group.name] = group.size
-    return sizes
-
-
-def skewed_clients(mechanism: MechanismConfig, clients: int) -> int:
-    """The number of clients of the first group, who hold one digit in the skewed split."""
-    return level_counts(group_sizes(mechanism), clients)[mechanism.groups[0].name]
-
-
-def with_skewed_levels(data: FederatedData, mechanism: MechanismConfig, skewed: int, seed: int) -> FederatedData:
-    """The data in which the first clients, who hold one digit, have the level of the first group."""
-    first, *others = level_counts(group_sizes(mechanism), data.num_clients).items()
-    return data.draw_levels({first[0]: data.ids[:skewed].tolist(), **dict(others)}, seed)
 
 
 class HandwritingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="handwriting"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,11 +13,16 @@ import tomli_w
 
 from fedhdp.algorithms import ALGORITHM_NAMES, ALGORITHMS
 from fedhdp.client import LocalTraining
-from fedhdp.errors import ConfigError, InvalidValueError, require
+from fedhdp.data import FederatedData
+from fedhdp.devices import use_cpu_cores
+from fedhdp.errors import ConfigError, DataError, InvalidValueError, require
 from fedhdp.experiments import components
 from fedhdp.experiments.components import DataConfig, MlpConfig, ModelConfig, PythonFile, describe_data
 from fedhdp.experiments.errors import FieldNames, config_error
+from fedhdp.experiments.groups import group_counts, with_group_levels
+from fedhdp.experiments.weights import count_parameters, has_known_shape
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, Sampling
+from fedhdp.privacy.accounting import Accountant, default_accountant
 from fedhdp.privacy.budget import Budget, OnBudgetExhausted
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 from fedhdp.results.store import EXPERIMENT_FILE, is_directory_name, slug
@@ -54,8 +60,14 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             msgspec.structs.force_setattr(self, "name", ALGORITHM_NAMES[self.algorithm])
         require(is_directory_name(self.name), "name", self.name, "short, and not the name of a file of the run")
 
-    def mechanism(self, base: Mechanism) -> Mechanism:
+    def mechanism(
+        self, base: Mechanism, with_weights: Callable[[Mechanism, Iterable[str]], Mechanism] | None = None
+    ) -> Mechanism:
         """Apply the variant's changes and its algorithm to the experiment's mechanism.
+
+        Args:
+            base: The experiment's mechanism.
+            with_weights: Sets the weights that neither the groups nor the variant state; None keeps those of ``base``.
 
         Raises:
             InvalidValueError: If a name is of no group, or a value is out of range.
@@ -74,7 +86,10 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for group in base.groups
         )
         noise, sampling = self.noise or base.noise, self.sampling or base.sampling
-        return ALGORITHMS[self.algorithm](Mechanism(groups, base.clip, noise, sampling))
+        mechanism = Mechanism(groups, base.clip, noise, sampling)
+        if with_weights is not None and mechanism.without_pulls != base.without_pulls:
+            mechanism = with_weights(mechanism, self.weights)
+        return ALGORITHMS[self.algorithm](mechanism)
 
 
 class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,6 +110,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         evaluate_every: Rounds between evaluations; the last round is always evaluated.
         checkpoint_seconds: Seconds between checkpoints, at least.
         delta: The delta of groups without a delta.
+        accountant: What calibrates noise, computes epsilons and keeps budgets. None: RDP with a ledger or with fixed
+            cohorts, else PLD.
         ledger: The file with what the population has spent; relative to the experiment's file.
         budgets: Budgets over all runs of the ledger, by group.
         on_budget_exhausted: Whether the run stops, or goes on without the group.
@@ -114,6 +131,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     evaluate_every: int = 25
     checkpoint_seconds: float = 30.0
     delta: float = 1e-4
+    accountant: Accountant | None = None
     ledger: str | None = None
     budgets: dict[str, Budget] = {}
     on_budget_exhausted: OnBudgetExhausted = "stop"
@@ -129,12 +147,17 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(0 <= self.data.validation < 1, "data.validation", self.data.validation, "at least 0 and below 1")
         self._check_groups()
         self._check_variants()
+        if self.accountant == "pld":
+            rule = "'rdp' where there is a ledger or a variant with fixed cohorts"
+            require(self._default_accountant == "pld", "accountant", self.accountant, rule)
 
     def _check_groups(self) -> None:
         names = [group.name for group in self.mechanism.groups]
-        total = sum(group.clients for group in self.mechanism.groups)
-        rule = f"groups with {self.data.clients} clients in total, as data.clients"
-        require(total == self.data.clients, "mechanism.groups", total, rule)
+        try:
+            group_counts(self.mechanism, self._clients)
+        except DataError as error:
+            message = f"mechanism.groups and data.clients disagree: {error}"
+            raise ConfigError(message, "mechanism.groups", error.value) from error
         budgets = list(self.budgets)
         require(not budgets or self.ledger is not None, "budgets", budgets, "empty without a ledger")
         for name in budgets:
@@ -145,7 +168,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(len(names) >= 1, "variants", names, "one variant or more")
         differ = len({slug(name) for name in names}) == len(names)
         require(differ, "variants", names, "variants whose names differ in letters a to z or digits")
-        base = self.mechanism.uncalibrated()
+        base = self.mechanism.uncalibrated(default_clients=1)
         for number, variant in enumerate(self.variants):
             training, _ = self.overrides(number)
             try:
@@ -163,6 +186,71 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         variant, path = self.variants[number], f"variants[{number}]"
         training = _override(self.training, variant.training, f"{path}.training")
         return training, _override(self.server, variant.server, f"{path}.server")
+
+    @property
+    def _default_accountant(self) -> Accountant:
+        samplings = [variant.sampling or self.mechanism.sampling for variant in self.variants]
+        return default_accountant(self.mechanism.sampling, *samplings, ledger=self.ledger is not None)
+
+    @property
+    def run_accountant(self) -> Accountant:
+        """The accountant of the run: it calibrates the noise, computes the epsilons and keeps the budgets."""
+        return self.accountant or self._default_accountant
+
+    @property
+    def _clients(self) -> int | None:
+        """The number of clients, where it is known without the data."""
+        return getattr(self.data, "clients", None)
+
+    def load_data(self) -> FederatedData:
+        """Load the data, with the level of each client.
+
+        Raises:
+            FedHDPError: If the data cannot be loaded, or their levels are not those of the groups.
+        """
+        use_cpu_cores()  # before the data may use JAX
+        return with_group_levels(self.data.load(self.mechanism, self.seed), self.mechanism, self.seed)
+
+    def load_if_needed(self) -> FederatedData | None:
+        """Load the data where they alone know how many clients the groups have, or how many parameters the model has."""
+        has_weights = all(group.weight is not None for group in self.mechanism.groups)
+        known = group_counts(self.mechanism, self._clients) is not None and (has_weights or has_known_shape(self.data))
+        return None if known else self.load_data()
+
+    def build_mechanism(self, data: FederatedData | None = None) -> Mechanism:
+        """The mechanism that the groups asked for: calibrated, with the theory's weights where they state none.
+
+        Args:
+            data: What `load_data` returned; None: it is loaded if it is needed.
+
+        Raises:
+            InvalidValueError: If no noise keeps an epsilon.
+            FedHDPError: If data or model are needed to count clients or parameters, and cannot be loaded.
+        """
+        data = self.load_if_needed() if data is None else data
+        counts = group_counts(self.mechanism, self._clients, None if data is None else data.levels)
+        assert counts is not None
+        mechanism = self.mechanism.with_counts(counts).build(self.rounds, self.delta, self.run_accountant)
+        return self._with_weights(data, mechanism)
+
+    def variant_mechanisms(self, mechanism: Mechanism, data: FederatedData | None = None) -> list[Mechanism]:
+        """The mechanism of each variant, from that of `build_mechanism`; ``data`` as there."""
+        return [variant.mechanism(mechanism, partial(self._with_weights, data)) for variant in self.variants]
+
+    def _with_weights(self, data: FederatedData | None, mechanism: Mechanism, given: Iterable[str] = ()) -> Mechanism:
+        """The mechanism with the theory's weights for groups that state none and are not among ``given``."""
+        free = {config.name for config in self.mechanism.groups if config.weight is None} - set(given)
+        if not free:
+            return mechanism
+        from fedhdp.theory.planning import with_optimal_weights
+
+        count = partial(count_parameters, self.data, self.model, lambda: data or self.load_data())
+        return with_optimal_weights(mechanism, self.rounds, count, free)
+
+    def epsilon_targets(self, variant: Variant) -> dict[str, float]:
+        """The epsilons that groups asked for, by name, unless the variant states their noise multipliers."""
+        targets = self.mechanism.epsilon_targets
+        return {name: target for name, target in targets.items() if name not in variant.noise_multipliers}
 
     @property
     def population(self) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
+from fedhdp.data import FederatedData
 from fedhdp.devices import use_cpu_cores
 from fedhdp.engine.personal_store import personal_bytes, personal_bytes_limit
 from fedhdp.errors import ConfigError, RunError
@@ -38,11 +39,12 @@ def run(experiment: Experiment, out: Path, watch: Watch) -> Summary:
         RunError: If the directory is in use.
         FedHDPError: If the experiment cannot be run.
     """
-    mechanism = experiment.mechanism.build(experiment.rounds, experiment.delta)
+    data = experiment.load_if_needed()
+    mechanism = experiment.build_mechanism(data)
     experiment = experiment.pin()
     with RunDirectory.create(out, to_toml(experiment).encode()) as directory:
         try:
-            return _run(experiment, mechanism, directory, watch)
+            return _run(experiment, mechanism, data, directory, watch)
         except (ValueError, OSError):
             directory.discard_if_empty()
             raise
@@ -60,7 +62,8 @@ def resume(out: Path, watch: Watch) -> Summary:
         experiment = read_experiment(out)
         if (out / SUMMARY_FILE).exists():
             return read_value(out / SUMMARY_FILE, Summary)
-        return _run(experiment, experiment.mechanism.build(experiment.rounds, experiment.delta), directory, watch)
+        data = experiment.load_if_needed()
+        return _run(experiment, experiment.build_mechanism(data), data, directory, watch)
 
 
 def run_or_resume(experiment: Experiment, out: Path, watch: Watch) -> Summary:
@@ -104,7 +107,9 @@ def with_seeds(experiment: Experiment, seeds: Iterable[int]) -> list[Experiment]
     return [replace(experiment, seed=seed, noise_seed=None if noise is None else noise + seed) for seed in seeds]
 
 
-def _run(experiment: Experiment, mechanism: Mechanism, directory: RunDirectory, watch: Watch) -> Summary:
+def _run(
+    experiment: Experiment, mechanism: Mechanism, data: FederatedData | None, directory: RunDirectory, watch: Watch
+) -> Summary:
     parts = [directory.variant(variant.name) for variant in experiment.variants]
     results = [part.result() for part in parts]
     if experiment.ledger is not None and not Path(experiment.ledger).exists() and any(part.started for part in parts):
@@ -116,9 +121,9 @@ def _run(experiment: Experiment, mechanism: Mechanism, directory: RunDirectory, 
         if not watch(progress):
             raise Interrupted
         use_cpu_cores()  # before anything below uses JAX
-        data = experiment.data.load(experiment.mechanism, experiment.seed)
+        data = experiment.load_data() if data is None else data
         model = experiment.model.build(int(np.prod(data.input_shape)), data.classes)
-        mechanisms = [variant.mechanism(mechanism) for variant in experiment.variants]
+        mechanisms = experiment.variant_mechanisms(mechanism, data)
         private = any(not group.opted_out for variant in mechanisms for group in variant.groups)
         cohort_entropy = os_entropy(4) if private and experiment.ledger is None else None  # all variants are paired
         with _open_ledger(experiment, mechanism, mechanisms) as ledger:

@@ -22,6 +22,7 @@ from fedhdp.errors import ConfigError, require
 from fedhdp.experiments.config import FIELDS, without_none
 from fedhdp.experiments.errors import config_error
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, PrivacyGroup
+from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT
 from fedhdp.privacy.budget import OnBudgetExhausted
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig, PrivacyLevel
 from fedhdp.privacy.ledger import Budget
@@ -146,8 +147,12 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         return tomli_w.dumps(without_none(msgspec.to_builtins(self))).encode()
 
     def mechanism(self, clients: Mapping[str, int]) -> Mechanism:
-        """The mechanism for these numbers of clients by level; a level without clients has no group."""
-        return self._mechanism_config(clients).build(self.rounds, self.delta)
+        """The mechanism for these numbers of clients by level; a level without clients has no group.
+
+        Noise is calibrated by the ledger's accountant. A weight that a level does not state is 1: the theory's depends on
+        how many clients choose each level, which is not known when the deployment starts.
+        """
+        return self._mechanism_config(clients).build(self.rounds, self.delta, LEDGER_ACCOUNTANT)
 
     def _mechanism_config(self, clients: Mapping[str, int]) -> MechanismConfig:
         groups = tuple(
@@ -161,13 +166,20 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         """The delta at which a level's epsilon is computed."""
         return self.levels[level].delta or self.delta
 
+    @property
+    def epsilon_targets(self) -> dict[str, float]:
+        """The epsilons that levels state, by name."""
+        return {name: level.epsilon for name, level in self.levels.items() if level.epsilon is not None}
+
     @cached_property
     def levels_by_strictness(self) -> tuple[str, ...]:
         """The names of the levels from the strictest to the loosest, by the epsilon of all rounds."""
         from fedhdp.privacy.accounting import gaussian_epsilon
 
         def strictness(group: PrivacyGroup) -> tuple[float, float]:
-            epsilon = gaussian_epsilon(group.noise_multiplier, group.sampling_rate, self.rounds, self.delta)
+            epsilon = gaussian_epsilon(
+                group.noise_multiplier, group.sampling_rate, self.rounds, self.delta, LEDGER_ACCOUNTANT
+            )
             return epsilon, -group.noise_multiplier
 
         groups = self.mechanism(dict.fromkeys(self.levels, 1)).groups

@@ -52,7 +52,8 @@ class WaitLog:
         now = time.monotonic()
         if now >= self._next:
             self._next = now + self._interval
-            log(WARNING if now > self.started else INFO, "waiting for %.0f s: %s", now - self.started, reason)
+            level = INFO if now < self.started + self._interval else WARNING
+            log(level, "waiting for %.0f s: %s", now - self.started, reason)
 
 
 class Registry:
@@ -162,7 +163,7 @@ class Registry:
     def _nodes(self) -> str:
         """The connected nodes in words."""
         silent = sorted(node for node, query in self._queries.items() if query.repeat_at < math.inf)
-        names = ", ".join(map(str, silent[:5])) + (", …" if len(silent) > 5 else "")
+        names = ", ".join(map(str, silent[:3])) + (", …" if len(silent) > 3 else "")
         without_answer = f", {len(silent)} without an answer ({names})" if silent else ""
         return f"{pluralize(len(self._queries), 'node')} connected{without_answer}"
 

@@ -26,6 +26,7 @@ from fedhdp.flower.config import Deployment
 from fedhdp.flower.protocol import Arrays, array_shapes, send_and_gather, to_record, unflatten
 from fedhdp.flower.registry import Registry, WaitLog
 from fedhdp.flower.strategy import FedHDP
+from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT
 from fedhdp.privacy.budget import BudgetExhausted, DeploymentBilling, Segment
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results import store
@@ -164,7 +165,8 @@ def _run(
     stopped = _run_rounds(grid, strategy, variant, save_checkpoint)
     _evaluate(grid, strategy, variant)
     deployment, billing, seconds = strategy.deployment, strategy.billing, time.monotonic() - started
-    groups = account_groups(billing.full_mechanism, billing.costs, deployment.delta_of)
+    targets = deployment.epsilon_targets
+    groups = account_groups(billing.full_mechanism, billing.costs, deployment.delta_of, LEDGER_ACCOUNTANT, targets)
     result = VariantResult(VARIANT, "fedhdp", strategy.round, seconds, deployment.repeatable, groups, stopped=stopped)
     result = attach_metrics(result, variant.history())
     variant.finish(_named_parameters(strategy), result)

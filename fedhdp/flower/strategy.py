@@ -44,7 +44,8 @@ from fedhdp.flower.registry import Registry
 from fedhdp.mechanism import SERVER, Mechanism, RoundParams
 from fedhdp.privacy.accounting import pluralize
 from fedhdp.privacy.budget import DeploymentBilling
-from fedhdp.results.metrics import MetricRow, group_rows
+from fedhdp.results.metrics import group_rows
+from fedhdp.results.schema import ACCURACY, MetricRow
 from fedhdp.rng import COHORT, NOISE, os_entropy, stream
 from fedhdp.server import ServerState, Sums
 
@@ -288,7 +289,7 @@ class FedHDP(Strategy):
             if clients:
                 group_K = np.array([group_of[client] for client in clients])
                 score_K = np.array([scores[client][model] for client in clients])
-                rows += group_rows(self.round, model, names, group_K, score_K)
+                rows += group_rows(self.round, model, ACCURACY, names, group_K, score_K)
         return rows
 
     def _server_rows(self) -> list[MetricRow]:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fedhdp.privacy.ledger import Budget
 
 Accountant = Literal["rdp", "pld"]
+LEDGER_ACCOUNTANT: Accountant = "rdp"  # valid even if later runs are chosen after seeing the results of earlier ones
 ADJACENCY = {"poisson": "add or remove one client", "fixed": "replace one client"}
 SAMPLER = {"poisson": "Poisson sampling", "fixed": "fixed cohorts without replacement"}
 FIXED_POPULATION = 10**12  # events hold fixed cohorts' sampling rates as whole numbers: so many clients out of these
@@ -107,6 +108,16 @@ def format_epsilon(epsilon: float, places: int | None = None) -> str:
 def pluralize(number: float, noun: str = "round") -> str:
     """A number with its noun: 1 round, 2 rounds."""
     return f"{number if isinstance(number, int) else format(number, 'g')} {noun}{'' if number == 1 else 's'}"
+
+
+def default_accountant(*samplings: str, ledger: bool = False) -> Accountant:
+    """The accountant of a run that names none: the ledger's with a ledger or with fixed cohorts, else PLD.
+
+    Args:
+        *samplings: The kinds of sampling of the run's mechanisms.
+        ledger: Whether a ledger adds up the run with others.
+    """
+    return LEDGER_ACCOUNTANT if ledger or "fixed" in samplings else "pld"
 
 
 @functools.cache
@@ -281,7 +292,7 @@ def within_budget(costs: Iterable[PrivacyCost], budget: Budget) -> bool:
 
     It is computed by Renyi accounting, which holds for such choices (Feldman & Zrnic, 2021; Lecuyer, 2021) and is fast.
     """
-    return compose(costs, budget.delta, "rdp") <= budget.epsilon
+    return compose(costs, budget.delta, LEDGER_ACCOUNTANT) <= budget.epsilon
 
 
 def rounds_left(costs: Iterable[PrivacyCost], round_cost: PrivacyCost, budget: Budget) -> float:
@@ -313,10 +324,11 @@ def gaussian_epsilon(
     sampling_rate: float,
     rounds: int,
     delta: float,
-    accountant: Accountant = "rdp",
+    accountant: Accountant | None = None,
     sampling: Sampling = "poisson",
 ) -> float:
-    """The epsilon of rounds with these numbers; see ``PrivacyCost`` and ``compose``."""
+    """The epsilon of rounds with these numbers; see ``PrivacyCost``, and `epsilon_reports` for the accountant."""
+    accountant = accountant or default_accountant(sampling)
     return compose([PrivacyCost(noise_multiplier, sampling_rate, sampling, rounds)], delta, accountant)
 
 
@@ -331,7 +343,7 @@ def make_report(
 
 
 def epsilon_reports(
-    mechanism: Mechanism, rounds: int, delta: float, accountant: Accountant = "rdp"
+    mechanism: Mechanism, rounds: int, delta: float, accountant: Accountant | None = None
 ) -> dict[str, EpsilonReport]:
     """Each group's epsilon with everything it rests on, by group name; infinity for groups that opted out.
 
@@ -339,11 +351,13 @@ def epsilon_reports(
         mechanism: The mechanism.
         rounds: The number of rounds.
         delta: The delta.
-        accountant: ``rdp`` or, for Poisson sampling, ``pld``.
+        accountant: ``rdp`` or, for Poisson sampling, ``pld``. None: the one that `calibrate` takes too, which is PLD for
+            Poisson sampling and RDP for fixed cohorts.
 
     Raises:
         InvalidValueError: If a value is out of range, or the accountant has no result for the sampling.
     """
+    accountant = accountant or default_accountant(mechanism.sampling)
     reports = {}
     for name, cost in privacy_costs(mechanism, rounds).items():
         group_epsilon = math.inf if cost.noise_multiplier == 0 else compose([cost], delta, accountant)
@@ -351,15 +365,6 @@ def epsilon_reports(
     return reports
 
 
-def epsilon(mechanism: Mechanism, rounds: int, delta: float, accountant: Accountant = "rdp") -> dict[str, float]:
+def epsilon(mechanism: Mechanism, rounds: int, delta: float, accountant: Accountant | None = None) -> dict[str, float]:
     """Each group's epsilon against an adversary who knows all other clients' data; see ``epsilon_reports``."""
     return {name: report.epsilon for name, report in epsilon_reports(mechanism, rounds, delta, accountant).items()}
-
-
-def reports_by_accountant(
-    mechanism: Mechanism, rounds: int, delta: float
-) -> list[tuple[EpsilonReport, EpsilonReport | None]]:
-    """Each group's report by RDP and by PLD; PLD's is None for fixed cohorts."""
-    rdp = epsilon_reports(mechanism, rounds, delta, "rdp")
-    pld = epsilon_reports(mechanism, rounds, delta, "pld") if mechanism.sampling == "poisson" else {}
-    return [(report, pld.get(name)) for name, report in rdp.items()]

@@ -19,6 +19,8 @@ from msgspec.structs import replace
 from fedhdp.errors import require
 from fedhdp.mechanism import Mechanism
 from fedhdp.privacy.accounting import (
+    LEDGER_ACCOUNTANT,
+    Accountant,
     PrivacyCost,
     compose,
     is_accounting_installed,
@@ -47,12 +49,14 @@ class RunBilling:
         repeatable: Whether noise comes from a given seed; such rounds are charged as rounds without noise.
         on_exhausted: What to do when a budget does not allow the next round.
         delta_of: The delta at which a group's epsilon is computed.
+        accountant: The run's accountant; with a ledger, the ledger's.
         completed: The rounds that the run has completed.
         replayed_rounds: The rounds that were shown and, after a crash, run again with other noise. They count twice.
         population: A description of the population whose clients the groups number.
         begin: Whether to open the run in the ledger; False where another billing has opened it.
 
     Raises:
+        InvalidValueError: If there is a ledger and the accountant is another than the ledger's.
         LedgerError: If the ledger refuses the run.
     """
 
@@ -65,12 +69,15 @@ class RunBilling:
         repeatable: bool,
         on_exhausted: OnBudgetExhausted,
         delta_of: Callable[[str], float],
+        accountant: Accountant,
         completed: int = 0,
         replayed_rounds: int = 0,
         population: str = "",
         begin: bool = True,
     ):
-        self.mechanism, self.ledger, self.run = mechanism, ledger, run
+        is_ledgers = ledger is None or accountant == LEDGER_ACCOUNTANT
+        require(is_ledgers, "accountant", accountant, f"{LEDGER_ACCOUNTANT!r} where a ledger keeps the budgets")
+        self.mechanism, self.ledger, self.run, self.accountant = mechanism, ledger, run, accountant
         self.repeatable, self.on_exhausted, self.delta_of = repeatable, on_exhausted, delta_of
         self.replayed_rounds = 0 if repeatable else replayed_rounds  # with a seed they are the same rounds
         self._dropped_groups: set[str] = set()
@@ -116,7 +123,8 @@ class RunBilling:
         for group in self.mechanism.groups if is_accounting_installed() else ():
             costs = self._run_costs(group.name, rounds) if self.ledger is None else self.ledger.costs(group.name)
             has_noise = self.mechanism.effective_noise_multiplier(group) > 0
-            epsilons[group.name] = compose(costs, self.delta_of(group.name)) if has_noise else math.inf
+            delta = self.delta_of(group.name)
+            epsilons[group.name] = compose(costs, delta, self.accountant) if has_noise else math.inf
         return epsilons
 
     def rounds_left(self) -> dict[str, float]:
@@ -286,7 +294,8 @@ class DeploymentBilling:
         epsilons = {}
         for group in self.mechanism.groups:
             costs = self.ledger.costs(group.name)
-            epsilons[group.name] = math.inf if group.opted_out else compose(costs, self.delta_of(group.name))
+            delta = self.delta_of(group.name)
+            epsilons[group.name] = math.inf if group.opted_out else compose(costs, delta, LEDGER_ACCOUNTANT)
         return epsilons
 
     def _begin_segment(self, members: dict[str, str]) -> None:

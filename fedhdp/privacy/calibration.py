@@ -15,8 +15,10 @@ import msgspec
 
 from fedhdp.errors import require
 from fedhdp.mechanism import MAX_VALUE, SENSITIVITY, AdaptiveClip, Mechanism, Noise, PrivacyGroup, Sampling
-from fedhdp.privacy.accounting import MIN_NOISE_MULTIPLIER, Accountant, PrivacyCost, compose
+from fedhdp.privacy.accounting import MIN_NOISE_MULTIPLIER, Accountant, PrivacyCost, compose, default_accountant
 
+ROUNDING = 1e-9  # the last bits, in which a mechanism's noise and a ledger's sums may differ from the calibration's
+SURPLUS = 1.01  # a group has more noise than it asked for from this ratio on: calibration is within 1%
 MAX_ROUNDS_PLD = 100_000  # beyond, calibration by PLD takes minutes
 
 
@@ -31,7 +33,7 @@ class PrivacyLevel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     noise_multiplier: float | None = None  # 0 opts out
     epsilon: float | None = None  # after all rounds; infinity opts out
     delta: float | None = None  # None: the experiment's or the deployment's
-    weight: float = 1.0  # what one update counts for on the server
+    weight: float | None = None  # what one update counts for on the server; None: the theory's
     pull: float = 0.05  # of personal models towards the global one
 
     def __post_init__(self) -> None:
@@ -45,8 +47,8 @@ class PrivacyLevel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         self._uncalibrated_group("level", 1)  # checks the other fields
 
     def _uncalibrated_group(self, name: str, clients: int) -> PrivacyGroup:
-        noise_multiplier = self.noise_multiplier or 0.0
-        return PrivacyGroup(name, clients, noise_multiplier, self.sampling_rate, self.weight, self.pull)
+        noise_multiplier, weight = self.noise_multiplier or 0.0, 1.0 if self.weight is None else self.weight
+        return PrivacyGroup(name, clients, noise_multiplier, self.sampling_rate, weight, self.pull)
 
 
 class GroupConfig(PrivacyLevel, frozen=True, forbid_unknown_fields=True):
@@ -66,7 +68,9 @@ class GroupConfig(PrivacyLevel, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.clients, tuple):
-            require(len(set(map(str, self.clients))) == len(self.clients) > 0, "clients", self.clients, "ids that differ")
+            require(
+                len(set(map(str, self.clients))) == len(self.clients) > 0, "clients", self.clients, "ids that differ"
+            )
         if self.share is not None:
             require(self.clients is None, "share", self.share, "absent where clients are given")
             require(0 < self.share <= 1, "share", self.share, "above 0 and at most 1")
@@ -83,7 +87,7 @@ class GroupConfig(PrivacyLevel, frozen=True, forbid_unknown_fields=True):
         return len(self.clients) if isinstance(self.clients, tuple) else self.clients
 
     def uncalibrated(self, default_clients: int | None = None) -> PrivacyGroup:
-        """The group with its own noise multiplier, or 0 where it states an epsilon.
+        """The group with noise multiplier 0 where it states an epsilon, and weight 1 where it states none.
 
         Args:
             default_clients: Its number of clients where that depends on the data, for checks of the other fields.
@@ -114,12 +118,22 @@ class MechanismConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return replace(self, groups=tuple(replace(g, clients=counts[g.name], share=None) for g in self.groups))
 
     def uncalibrated(self, default_clients: int | None = None) -> Mechanism:
-        """The mechanism in which groups that state an epsilon have no noise yet; the argument is that of its groups."""
+        """The mechanism in which groups that state an epsilon have no noise, and those without a weight weight 1."""
         groups = tuple(group.uncalibrated(default_clients) for group in self.groups)
         return Mechanism(groups, self.clip, self.noise, self.sampling)
 
-    def build(self, rounds: int, delta: float) -> Mechanism:
-        """The mechanism, calibrated for this many rounds where groups state an epsilon; ``delta`` is their default.
+    @property
+    def epsilon_targets(self) -> dict[str, float]:
+        """The epsilons that groups state, by name."""
+        return {group.name: group.epsilon for group in self.groups if group.epsilon is not None}
+
+    def build(self, rounds: int, delta: float, accountant: Accountant) -> Mechanism:
+        """The mechanism, calibrated where groups state an epsilon; groups without a weight have weight 1.
+
+        Args:
+            rounds: How many rounds will be run.
+            delta: The delta of groups that state none.
+            accountant: The run's accountant, which also prints its epsilons and keeps its budgets.
 
         Raises:
             InvalidValueError: If no noise keeps an epsilon.
@@ -130,7 +144,7 @@ class MechanismConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if group.epsilon is not None:
                 targets.setdefault(group.delta or delta, {})[group.name] = group.epsilon
         for group_delta, epsilons in targets.items():
-            mechanism = calibrate(mechanism, epsilons, rounds, group_delta)
+            mechanism = calibrate(mechanism, epsilons, rounds, group_delta, accountant)
         return mechanism
 
 
@@ -172,10 +186,10 @@ def noise_multiplier_for(
     sampling_rate: float,
     rounds: int,
     delta: float,
-    accountant: Accountant = "rdp",
+    accountant: Accountant | None = None,
     sampling: Sampling = "poisson",
 ) -> float:
-    """The noise multiplier that keeps rounds within an epsilon.
+    """The noise multiplier that keeps rounds within an epsilon. ``accountant``: as in `calibrate`.
 
     Returns:
         A multiple of the L2 sensitivity (``fixed``: of two clips) whose epsilon is at most ``epsilon`` and within 1% of
@@ -185,6 +199,7 @@ def noise_multiplier_for(
         InvalidValueError: If a value is out of range, or no noise keeps the epsilon.
     """
     require(epsilon > 0, "epsilon", epsilon, "above 0")
+    accountant = accountant or default_accountant(sampling)
     cost = PrivacyCost(math.inf, sampling_rate, sampling, rounds).checked()
     if epsilon == math.inf:
         return 0.0
@@ -195,7 +210,7 @@ def noise_multiplier_for(
         require(rounds <= MAX_ROUNDS_PLD, "rounds", rounds, rule)
 
     def epsilon_of(noise_multiplier: float) -> float:
-        return compose([cost._replace(noise_multiplier=noise_multiplier)], delta, accountant)
+        return compose([cost._replace(noise_multiplier=noise_multiplier)], delta, accountant) * (1 + ROUNDING)
 
     return min_noise_multiplier(epsilon_of, epsilon)
 
@@ -213,7 +228,8 @@ def calibrate(
         targets: Epsilons by group name; infinity opts out. Other groups stay as they are.
         rounds: How many rounds will be run.
         delta: The delta of the epsilons.
-        accountant: By which epsilons are computed; None is PLD for Poisson sampling and RDP for fixed cohorts.
+        accountant: By which epsilons are computed. None: PLD for Poisson sampling and RDP for fixed cohorts. For rounds
+            that a ledger charges it must be RDP, as the ledger's, or budgets end before the last round.
 
     Returns:
         The mechanism whose ``epsilon`` is at most the target for each of these groups.
@@ -221,7 +237,7 @@ def calibrate(
     Raises:
         InvalidValueError: If a target names no group, or no noise keeps it.
     """
-    accountant = accountant or ("pld" if mechanism.sampling == "poisson" else "rdp")
+    accountant = accountant or default_accountant(mechanism.sampling)
     names = [group.name for group in mechanism.groups]
     unknown = sorted(set(targets) - set(names))
     require(not unknown, "targets", unknown, f"groups of the mechanism ({', '.join(names)})")
@@ -234,3 +250,34 @@ def calibrate(
         return msgspec.structs.replace(group, noise_multiplier=noise_multiplier * SENSITIVITY[sampling])
 
     return msgspec.structs.replace(mechanism, groups=tuple(map(calibrated, mechanism.groups)))
+
+
+def weight_of_own_noise(mechanism: Mechanism, group: PrivacyGroup) -> float:
+    """The weight at which a group's effective noise multiplier is its own; a larger one adds noise to the update.
+
+    Returns:
+        The weight; infinity where the mechanism adds no noise to the update.
+    """
+    require(not group.opted_out, "group", group.name, "one with noise")
+    noise = mechanism.update_noise_stddev
+    return noise / mechanism.update_noise_multiplier(group) if noise > 0 else math.inf
+
+
+def explain_surplus(mechanism: Mechanism, group: PrivacyGroup) -> str | None:
+    """Why a group has more noise than it asked for, and which weight would use it; None where it has no more."""
+    if group.opted_out or group not in mechanism.sampled_groups:
+        return None
+    effective = mechanism.effective_noise_multiplier(group)
+    if effective <= SURPLUS * group.noise_multiplier:
+        return None
+    weight = weight_of_own_noise(mechanism, group)
+    use = "any weight above 0" if weight == math.inf else f"weight {weight:.3g} instead of {group.weight:g}"
+    if group.weight == 0:
+        reason = "its weight is 0, so that its updates do not count"
+    else:
+        strictest = max(
+            mechanism.sampled_groups, key=lambda g: mechanism.l2_sensitivity(g) * mechanism.update_noise_multiplier(g)
+        )
+        reason = f"the noise that {strictest.name!r} requires covers it"
+    noise = "∞" if effective == math.inf else f"{effective:.4g}"
+    return f"z {noise} instead of {group.noise_multiplier:.4g}: {reason}; {use} would use it"

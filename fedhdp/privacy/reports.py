@@ -10,23 +10,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from fedhdp.errors import InvalidValueError, require
 from fedhdp.mechanism import SENSITIVITY, Mechanism, PrivacyGroup, Sampling
 from fedhdp.privacy.accounting import (
     ADJACENCY,
+    LEDGER_ACCOUNTANT,
     Accountant,
     PrivacyCost,
     compose,
+    default_accountant,
     epsilon_best_of,
     gaussian_epsilon,
     privacy_costs,
-    reports_by_accountant,
     rounds_left,
 )
-from fedhdp.privacy.calibration import min_noise_multiplier, noise_multiplier_for
+from fedhdp.privacy.calibration import explain_surplus, min_noise_multiplier, noise_multiplier_for
 from fedhdp.privacy.ledger import Budget, Ledger
-from fedhdp.privacy.tuning import format_trials, tuning_reports
+from fedhdp.privacy.tuning import format_trials, tuning_report
 
 CURVE_POINTS = 10
 
@@ -42,10 +44,11 @@ class Tuning(NamedTuple):
 
 
 class CurvePoint(msgspec.Struct, frozen=True):
-    """Epsilon after some rounds."""
+    """Epsilon after some rounds, and after so many whole trainings if there are several."""
 
     rounds: int
     epsilon: float
+    trainings: int | None = None
 
 
 class RoundsReport(msgspec.Struct, frozen=True):
@@ -57,7 +60,8 @@ class RoundsReport(msgspec.Struct, frozen=True):
     delta: float
     noise_multiplier: float
     sampling_rate: float
-    rounds: int
+    rounds: int  # of one training
+    trainings: int
     sampling: str
     adjacency: str
     accountant: str
@@ -68,20 +72,22 @@ class RoundsReport(msgspec.Struct, frozen=True):
 
 
 class GroupReport(msgspec.Struct, frozen=True):
-    """A group's epsilons under a mechanism; None where there is none by PLD, or no tuning."""
+    """A group's epsilon under a mechanism, beside the one it asked for; None where it asked for none, or no tuning."""
 
     group: str
     clients: int
     unprotected: bool
     epsilon: float
-    epsilon_pld: float | None
-    epsilon_tuned: float | None
+    epsilon_target: float | None
+    epsilon_tuned: float | None  # by RDP
+    accountant: str
     delta: float
     noise_multiplier: float
     sampling_rate: float
     rounds: int
     sampling: str
     adjacency: str
+    surplus: str | None  # why it has more noise than it asked for, and which weight would use it
 
 
 class MechanismReport(msgspec.Struct, frozen=True):
@@ -92,12 +98,13 @@ class MechanismReport(msgspec.Struct, frozen=True):
 
 
 class LevelReport(msgspec.Struct, frozen=True):
-    """The epsilons that a privacy level guarantees."""
+    """The epsilon that a privacy level guarantees, by the ledger's accountant, beside the one that it states."""
 
     level: str
     opted_out: bool
     epsilon: float
-    epsilon_pld: float
+    epsilon_target: float | None
+    accountant: str
     delta: float
     noise_multiplier: float
     sampling_rate: float
@@ -106,14 +113,13 @@ class LevelReport(msgspec.Struct, frozen=True):
 
 
 class GroupStanding(msgspec.Struct, frozen=True):
-    """A group in a ledger: its budget, its epsilons over all runs, and the rounds left; None where not known."""
+    """A group in a ledger: its budget, its epsilon over all runs, and the rounds left; None where not known."""
 
     group: str
     clients: int
     first_client: int | None
     budget: Budget | None
     epsilon: float | None
-    epsilon_pld: float | None
     unprotected: bool
     delta: float
     rounds_left: float | None
@@ -129,7 +135,8 @@ def account_rounds(
     *,
     noise_multiplier: float | None = None,
     target_epsilon: float | None = None,
-    accountant: Accountant = "rdp",
+    trainings: int | None = None,
+    accountant: Accountant | None = None,
     sampling: Sampling = "poisson",
     tuning: Tuning | None = None,
 ) -> RoundsReport:
@@ -137,37 +144,47 @@ def account_rounds(
 
     Args:
         sampling_rate: The probability that a client takes part in a round.
-        rounds: The number of rounds.
+        rounds: The number of rounds of a training.
         delta: The delta.
         noise_multiplier: The noise as a multiple of the L2 sensitivity. Either this or ``target_epsilon``.
         target_epsilon: The epsilon to stay within.
-        accountant: ``rdp``, or ``pld`` for Poisson sampling without tuning.
+        trainings: How many trainings follow one another on the same clients; None: one.
+        accountant: ``rdp``, or ``pld`` for one training with Poisson sampling and without tuning. None: ``pld`` there, else
+            ``rdp``, as a ledger adds up trainings.
         sampling: ``poisson`` or ``fixed``.
         tuning: The number of runs, if only the best of several is shown.
 
     Raises:
         InvalidValueError: If a value is out of range, or not exactly one of the two is set.
     """
-    if tuning is not None:
-        require(accountant == "rdp", "accountant", accountant, "'rdp' where there is tuning")
+    is_rdp = trainings is not None or tuning is not None
+    accountant = accountant or default_accountant(sampling, ledger=is_rdp)
+    if is_rdp:
+        rule = "'rdp' where there is tuning, or several trainings"
+        require(accountant == LEDGER_ACCOUNTANT, "accountant", accountant, rule)
+    if trainings is not None:
+        require(trainings >= 1, "trainings", trainings, "at least 1")
+        require(tuning is None, "trainings", trainings, "None where there is tuning")
+    all_rounds = rounds * (trainings or 1)
 
     def epsilon_of(cost: PrivacyCost) -> float:
         return compose([cost], delta, accountant) if tuning is None else epsilon_best_of(cost, *tuning, delta)
 
     def epsilon_at(noise: float) -> float:
-        return epsilon_of(PrivacyCost(noise, sampling_rate, sampling, rounds))
+        return epsilon_of(PrivacyCost(noise, sampling_rate, sampling, all_rounds))
 
     if target_epsilon is not None:
         require(noise_multiplier is None, "noise_multiplier", noise_multiplier, "None where there is a target_epsilon")
-        noise_multiplier = noise_multiplier_for(target_epsilon, sampling_rate, rounds, delta, accountant, sampling)
+        noise_multiplier = noise_multiplier_for(target_epsilon, sampling_rate, all_rounds, delta, accountant, sampling)
         if tuning is not None and noise_multiplier > 0:
             noise_multiplier = min_noise_multiplier(epsilon_at, target_epsilon)
     if noise_multiplier is None or not noise_multiplier < math.inf:
         message = f"noise_multiplier must be finite where there is no target_epsilon, got {noise_multiplier}"
         raise InvalidValueError(message, "noise_multiplier", noise_multiplier)
-    cost = PrivacyCost(noise_multiplier, sampling_rate, sampling, rounds).checked()
+    cost = PrivacyCost(noise_multiplier, sampling_rate, sampling, all_rounds).checked()
     epsilon, sensitivity = epsilon_of(cost), SENSITIVITY[sampling]
-    points = sorted({round(rounds * point / CURVE_POINTS) for point in range(1, CURVE_POINTS + 1)})
+    unit, count = (1, rounds) if trainings is None else (rounds, trainings)
+    points = sorted({round(count * point / CURVE_POINTS) for point in range(1, CURVE_POINTS + 1)})
     return RoundsReport(
         epsilon=epsilon,
         target_epsilon=target_epsilon,
@@ -176,13 +193,17 @@ def account_rounds(
         noise_multiplier=noise_multiplier,
         sampling_rate=sampling_rate,
         rounds=rounds,
+        trainings=trainings or 1,
         sampling=sampling,
         adjacency=ADJACENCY[sampling],
         accountant=accountant,
         tuning=None if tuning is None else str(tuning),
         noise_in_clips=noise_multiplier * sensitivity,
         epsilon_if_noise_in_clips=epsilon_of(cost._replace(noise_multiplier=noise_multiplier / sensitivity)),
-        curve=[CurvePoint(point, epsilon_of(cost._replace(rounds=point))) for point in points],
+        curve=[
+            CurvePoint(unit * point, epsilon_of(cost._replace(rounds=unit * point)), trainings and point)
+            for point in points
+        ],
     )
 
 
@@ -190,66 +211,65 @@ def account_mechanisms(
     variants: Sequence[tuple[str, Mechanism]],
     rounds: int,
     delta_of: Callable[[str], float],
+    accountant: Accountant,
+    targets: Sequence[Mapping[str, float]] | None = None,
     tuning: Tuning | None = None,
 ) -> list[MechanismReport]:
-    """Each group's epsilons by both accountants, once for all variants that cost every group the same.
+    """Each group's epsilons, once for all variants that cost every group the same.
 
     Args:
         variants: The name and the mechanism of each variant; all have the same groups.
         rounds: The number of rounds.
         delta_of: The delta of each group.
+        accountant: The run's accountant.
+        targets: For each variant, the epsilons that groups asked for, by name.
         tuning: The number of runs, if only the best of several variants is shown. For a group, the candidates are the
             variants in which it has not opted out.
 
     Returns:
         A report for each set of variants with equal costs, in the order of the first of them.
     """
-    equal: dict[tuple[tuple[str, PrivacyCost], ...], list[tuple[str, Mechanism]]] = {}
-    for name, mechanism in variants:
-        equal.setdefault(tuple(privacy_costs(mechanism).items()), []).append((name, mechanism))
+    names_of: dict[tuple[GroupReport, ...], list[str]] = {}
     mechanisms = [mechanism for _, mechanism in variants]
-    reports = []
-    for equal_variants in equal.values():
-        mechanism = equal_variants[0][1]
-        groups = [
-            _group_report(mechanism, group, rounds, delta_of(group.name), mechanisms, tuning)
-            for group in mechanism.groups
-        ]
-        reports.append(MechanismReport([name for name, _ in equal_variants], groups))
-    return reports
+    for (name, mechanism), epsilons in zip(variants, targets or [{}] * len(variants), strict=True):
+        groups = []
+        for group, cost in zip(mechanism.groups, privacy_costs(mechanism, rounds).values(), strict=True):
+            report = _group_report(mechanism, group, cost, delta_of(group.name), accountant)
+            tuned = None if tuning is None else _tuned_epsilon(mechanisms, report, tuning)
+            groups.append(replace(report, epsilon_target=epsilons.get(group.name), epsilon_tuned=tuned))
+        names_of.setdefault(tuple(groups), []).append(name)
+    return [MechanismReport(names, list(groups)) for groups, names in names_of.items()]
 
 
 def _group_report(
-    mechanism: Mechanism,
-    group: PrivacyGroup,
-    rounds: int,
-    delta: float,
-    mechanisms: Sequence[Mechanism],
-    tuning: Tuning | None,
+    mechanism: Mechanism, group: PrivacyGroup, cost: PrivacyCost, delta: float, accountant: Accountant
 ) -> GroupReport:
-    rdp, pld = next(
-        reports for reports in reports_by_accountant(mechanism, rounds, delta) if reports[0].group == group.name
-    )
-    tuned = None
-    if tuning is not None and rdp.epsilon == math.inf:  # the variant protects nothing, whichever is shown
-        tuned = math.inf
-    elif tuning is not None:
-        candidates = [m for m in mechanisms if not _group_of(m, group.name).opted_out] or mechanisms
-        tuned = tuning_reports(candidates, rounds, delta, *tuning)[group.name].epsilon
+    """The report of a group, without target and tuning."""
+    epsilon = math.inf if cost.noise_multiplier == 0 else compose([cost], delta, accountant)
     return GroupReport(
         group=group.name,
         clients=group.clients,
-        unprotected=rdp.epsilon == math.inf,
-        epsilon=rdp.epsilon,
-        epsilon_pld=None if pld is None else pld.epsilon,
-        epsilon_tuned=tuned,
+        unprotected=epsilon == math.inf,
+        epsilon=epsilon,
+        epsilon_target=None,
+        epsilon_tuned=None,
+        accountant=accountant,
         delta=delta,
-        noise_multiplier=rdp.noise_multiplier,
-        sampling_rate=rdp.sampling_rate,
-        rounds=rounds,
-        sampling=rdp.sampling,
-        adjacency=rdp.adjacency,
+        noise_multiplier=cost.noise_multiplier,
+        sampling_rate=cost.sampling_rate,
+        rounds=cost.rounds,
+        sampling=cost.sampling,
+        adjacency=ADJACENCY[cost.sampling],
+        surplus=explain_surplus(mechanism, group),
     )
+
+
+def _tuned_epsilon(mechanisms: Sequence[Mechanism], report: GroupReport, tuning: Tuning) -> float:
+    """The epsilon of a group if only the best of several variants is shown, of those in which it has not opted out."""
+    if report.noise_multiplier == 0:  # the variant protects nothing, whichever is shown
+        return math.inf
+    candidates = [m for m in mechanisms if not _group_of(m, report.group).opted_out] or mechanisms
+    return tuning_report(candidates, report.group, report.rounds, report.delta, *tuning).epsilon
 
 
 def _group_of(mechanism: Mechanism, name: str) -> PrivacyGroup:
@@ -257,7 +277,11 @@ def _group_of(mechanism: Mechanism, name: str) -> PrivacyGroup:
 
 
 def account_levels(
-    mechanism: Mechanism, rounds: int, delta_of: Callable[[str], float], budgets: Mapping[str, Budget]
+    mechanism: Mechanism,
+    rounds: int,
+    delta_of: Callable[[str], float],
+    budgets: Mapping[str, Budget],
+    targets: Mapping[str, float],
 ) -> list[LevelReport]:
     """The epsilons that each level of a deployment guarantees after all rounds, whatever levels others choose.
 
@@ -266,6 +290,7 @@ def account_levels(
         rounds: The number of rounds.
         delta_of: The delta of each level.
         budgets: The budgets of the levels that have one.
+        targets: The epsilons that levels state, by name.
     """
     reports = []
     for group in mechanism.groups:
@@ -275,8 +300,9 @@ def account_levels(
             LevelReport(
                 level=group.name,
                 opted_out=group.opted_out,
-                epsilon=gaussian_epsilon(*numbers, "rdp", mechanism.sampling),
-                epsilon_pld=gaussian_epsilon(*numbers, "pld", mechanism.sampling),
+                epsilon=gaussian_epsilon(*numbers, LEDGER_ACCOUNTANT, mechanism.sampling),
+                epsilon_target=targets.get(group.name),
+                accountant=LEDGER_ACCOUNTANT,
                 delta=delta,
                 noise_multiplier=group.noise_multiplier,
                 sampling_rate=group.sampling_rate,
@@ -288,7 +314,7 @@ def account_levels(
 
 
 def group_standing(ledger: Ledger, group: str, delta: float) -> GroupStanding:
-    """A group's budget, epsilons and rounds left, over all runs of a ledger; a budget has its own delta.
+    """A group's budget, epsilon and rounds left, over all runs of a ledger; a budget has its own delta.
 
     Raises:
         LedgerError: If the ledger has no such group.
@@ -301,14 +327,13 @@ def group_standing(ledger: Ledger, group: str, delta: float) -> GroupStanding:
     left = None
     if budget and mechanisms and samplings in ([], [mechanisms[-1].sampling]):
         left = rounds_left(costs, privacy_costs(mechanisms[-1])[group], budget)
-    epsilon = compose(costs, delta) if composes else None
+    epsilon = compose(costs, delta, LEDGER_ACCOUNTANT) if composes else None
     return GroupStanding(
         group=group,
         clients=len(clients),
         first_client=clients.start if clients else None,
         budget=budget,
         epsilon=epsilon,
-        epsilon_pld=compose(costs, delta, "pld") if samplings in ([], ["poisson"]) else None,
         unprotected=epsilon == math.inf,
         delta=delta,
         rounds_left=left,

@@ -45,17 +45,22 @@ def tuning_reports(
         InvalidValueError: If the candidates differ in groups or sampling, or a value is out of range.
     """
     require(len(candidates) >= 1, "candidates", candidates, "at least one mechanism")
-    names = [[(group.name, group.clients) for group in mechanism.groups] for mechanism in candidates]
-    require(all(name == names[0] for name in names), "candidates", names, "mechanisms of the same groups")
+    names = [group.name for group in candidates[0].groups]
+    return {name: tuning_report(candidates, name, rounds, delta, trials, shape) for name in names}
+
+
+def tuning_report(
+    candidates: Sequence[Mechanism], name: str, rounds: int, delta: float, trials: float, shape: float = math.inf
+) -> EpsilonReport:
+    """The same for the group of one name."""
+    members = [[(group.name, group.clients) for group in mechanism.groups] for mechanism in candidates]
+    require(all(group == members[0] for group in members), "candidates", members, "mechanisms of the same groups")
     samplings = sorted({mechanism.sampling for mechanism in candidates})
     require(len(samplings) == 1, "sampling", samplings, "the same for all candidates")
-    reports = {}
-    for groups in zip(*(mechanism.groups for mechanism in candidates), strict=True):
-        costs = [privacy_cost(*pair, rounds) for pair in zip(candidates, groups, strict=True)]
-        noise_multiplier, rate = min(cost.noise_multiplier for cost in costs), max(cost.sampling_rate for cost in costs)
-        worst = PrivacyCost(noise_multiplier, rate, samplings[0], rounds)
-        opted_out = any(group.opted_out for group in groups)
-        epsilon = math.inf if opted_out else epsilon_best_of(worst, trials, shape, delta)
-        name, description = groups[0].name, format_trials(trials, shape)
-        reports[name] = make_report(name, epsilon, delta, worst, "rdp", description)
-    return reports
+    groups = [group for mechanism in candidates for group in mechanism.groups if group.name == name]
+    costs = [privacy_cost(*pair, rounds) for pair in zip(candidates, groups, strict=True)]
+    noise_multiplier, rate = min(cost.noise_multiplier for cost in costs), max(cost.sampling_rate for cost in costs)
+    worst = PrivacyCost(noise_multiplier, rate, samplings[0], rounds)
+    opted_out = any(group.opted_out for group in groups)
+    epsilon = math.inf if opted_out else epsilon_best_of(worst, trials, shape, delta)
+    return make_report(name, epsilon, delta, worst, "rdp", format_trials(trials, shape))

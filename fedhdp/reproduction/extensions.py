@@ -89,7 +89,7 @@ def extension_part(
 
 def _theory_weights(mechanism: MechanismConfig, noise: str) -> tuple[float, ...]:
     """The theory's weights for the paper's rounds and network, to two digits."""
-    promise = replace(mechanism.build(ROUNDS, 1e-4), noise=noise)
+    promise = replace(mechanism.build(ROUNDS, 1e-4, "pld"), noise=noise)
     return tuple(float(f"{g.weight:.2g}") for g in with_optimal_weights(promise, ROUNDS, MLP_PARAMETERS).groups)
 
 

@@ -162,11 +162,10 @@ def _cost_notes(comparison: Comparison, stated: float | None) -> list[str]:
     """Each epsilon once, with its rows."""
     rows: dict[str, list[str]] = {}
     for cost in comparison.costs:
-        amount = "" if cost.epsilon is None else f" = {_format_epsilons(cost.epsilon, cost.epsilon_pld)}"
+        amount = "" if cost.epsilon is None else f" = {format_epsilon(cost.epsilon, 2)}"
         text = f"ε {cost.group}{amount}: {cost.basis}"
         if cost.poisson_epsilon is not None:
-            poisson = _format_epsilons(cost.poisson_epsilon, cost.poisson_epsilon_pld)
-            text += f"; with Poisson sampling at the same noise {poisson}"
+            text += f"; with Poisson sampling at the same noise {format_epsilon(cost.poisson_epsilon, 2)}"
         rows.setdefault(text, []).extend(cost.rows)
     notes = [f"{text} [{', '.join(dict.fromkeys(labels))}]" for text, labels in rows.items()]
     if stated is not None and "fixed" in comparison.sampling.values():
@@ -175,10 +174,6 @@ def _cost_notes(comparison: Comparison, stated: float | None) -> list[str]:
             "of fixed size, which these runs have too, a share of each group (--sampling poisson has the other)"
         )
     return notes
-
-
-def _format_epsilons(rdp: float, pld: float | None) -> str:
-    return format_epsilon(rdp, 2) + ("" if pld is None else f" (by PLD {format_epsilon(pld, 2)})")
 
 
 def commands(comparison: Comparison) -> list[str]:

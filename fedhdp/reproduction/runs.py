@@ -51,16 +51,14 @@ class LineKey(msgspec.Struct, frozen=True, order=True):
 
 
 class GroupCost(msgspec.Struct, frozen=True):
-    """The epsilons of a group in some rows."""
+    """The epsilon of a group in some rows."""
 
     part: str
     rows: tuple[str, ...]
     group: str
-    epsilon: float | None  # by RDP accounting, for the sampling of the run; None: not known
-    epsilon_pld: float | None
+    epsilon: float | None  # by the run's accountant; None: not known
     basis: str
-    poisson_epsilon: float | None  # with Poisson sampling and the same noise, if the run had other sampling
-    poisson_epsilon_pld: float | None
+    poisson_epsilon: float | None  # by RDP, with Poisson sampling and the same noise, if the run had other sampling
 
 
 def read_runs(out: Path, table: str) -> tuple[list[FinishedRun], list[str]]:
@@ -128,8 +126,8 @@ def read_lines(run: FinishedRun) -> dict[LineKey, dict[str, float]]:
 def _lines_of_variant(part: str, variant: VariantResult, averaged: bool) -> dict[LineKey, dict[str, float]]:
     """The lines of the global model, of the variant's pull, and of the pulls that clients chose."""
     key, pulls = _line_key(part, variant), {group.pull for group in variant.groups}
-    server = variant.server_average_accuracy if averaged else variant.server_accuracy
-    server_columns = _percent("acc_g", server) | _percent("average", variant.server_average_accuracy)
+    average = variant.value("accuracy", "average")
+    server_columns = _percent("acc_g", average if averaged else variant.server_accuracy) | _percent("average", average)
     lines = {key: server_columns | _columns(variant, "g", "average" if averaged else "global")}
     if len(pulls) == 1:
         lines[replace(key, pull=pulls.pop())] = _columns(variant, "l", "personal")
@@ -149,14 +147,14 @@ def _line_key(part: str, variant: VariantResult) -> LineKey:
 
 def _columns(variant: VariantResult, letter: str, model: str) -> dict[str, float]:
     """Accuracies, variances and the gain of opting out, with one of the models."""
-    groups = [group for group in variant.groups if getattr(group, f"{model}_accuracy") is not None]
+    groups = [group for group in variant.groups if group.value("accuracy", model) is not None]
     if len(variant.groups) == 2 and variant.algorithm in POOLED_CODES and len(groups) == 2:
         return _pooled(groups, f"{letter}_{POOLED_CODES[variant.algorithm]}", model)
     columns: dict[str, float] = {}
     for group in groups:
         name = f"{letter}_{GROUP_CODES.get(group.name, group.name)}"
-        columns |= _percent(f"acc_{name}", getattr(group, f"{model}_accuracy"))
-        columns |= _percent(f"var_{name}", getattr(group, f"{model}_variance", None))
+        columns |= _percent(f"acc_{name}", group.value("accuracy", model))
+        columns |= _percent(f"var_{name}", group.value("accuracy_variance", model))
     if {f"acc_{letter}_np", f"acc_{letter}_p"} <= columns.keys() and len(groups) == 2:
         columns[f"delta_{letter}"] = columns[f"acc_{letter}_np"] - columns[f"acc_{letter}_p"]
     return columns
@@ -164,14 +162,14 @@ def _columns(variant: VariantResult, letter: str, model: str) -> dict[str, float
 
 def _pooled(groups: list[GroupResult], name: str, model: str) -> dict[str, float]:
     """All clients as one group: the mean, and the variance within and between groups."""
-    total = sum(group.clients for group in groups)
-    mean = sum(group.clients * getattr(group, f"{model}_accuracy") for group in groups) / total
+    accuracies = [group.values[f"{model}/accuracy"] for group in groups]
+    variances = [group.value("accuracy_variance", model) for group in groups]
+    shares = [group.clients / sum(group.clients for group in groups) for group in groups]
+    mean = sum(share * accuracy for share, accuracy in zip(shares, accuracies, strict=True))
     columns = _percent(f"acc_{name}", mean)
-    variances = [getattr(group, f"{model}_variance", None) for group in groups]
-    if all(variance is not None for variance in variances):
-        pairs = zip(groups, variances, strict=True)
-        within = sum(group.clients * float(variance or 0.0) for group, variance in pairs) / total
-        between = sum(g.clients * (getattr(g, f"{model}_accuracy") - mean) ** 2 for g in groups) / total
+    if None not in variances:
+        within = sum(share * float(variance or 0.0) for share, variance in zip(shares, variances, strict=True))
+        between = sum(share * (accuracy - mean) ** 2 for share, accuracy in zip(shares, accuracies, strict=True))
         columns |= _percent(f"var_{name}", within + between)
     return columns
 
@@ -198,9 +196,9 @@ def group_costs(runs: Iterable[FinishedRun]) -> list[GroupCost]:
     """The epsilons of each group of each part, once for all rows and seeds with the same ones."""
     rows: dict[GroupCost, list[str]] = {}
     for run in runs:
-        promise = run.experiment.mechanism.build(run.experiment.rounds, run.experiment.delta)
-        for variant, result in zip(run.experiment.variants, run.summary.variants, strict=True):
-            for cost in _variant_costs(run, variant.mechanism(promise), result):
+        mechanisms = run.experiment.variant_mechanisms(run.experiment.build_mechanism())
+        for mechanism, result in zip(mechanisms, run.summary.variants, strict=True):
+            for cost in _variant_costs(run, mechanism, result):
                 rows.setdefault(cost, []).append(_line_key(run.part, result).row)
     return [replace(cost, rows=tuple(dict.fromkeys(labels))) for cost, labels in rows.items()]
 
@@ -210,15 +208,13 @@ def _variant_costs(run: FinishedRun, mechanism: Mechanism, result: VariantResult
     groups, spent, costs = result.groups, privacy_costs(mechanism, result.rounds), []
     poisson = privacy_costs(replace(mechanism, sampling="poisson"), result.rounds)
     if is_accounting_installed() and any(group.epsilon is None and not group.unprotected for group in groups):
-        groups = account_groups(mechanism, lambda name: [spent[name]], run.experiment.delta_of)
+        accountant = run.experiment.run_accountant
+        groups = account_groups(mechanism, lambda name: [spent[name]], run.experiment.delta_of, accountant)
     for group in groups:
         if group.unprotected:
             continue
-        epsilons = (group.epsilon, group.epsilon_pld, group.epsilon_basis or "not known without dp-accounting")
-        poisson_epsilons: tuple[float | None, float | None] = (None, None)
+        basis, poisson_epsilon = group.epsilon_basis or "not known without dp-accounting", None
         if is_accounting_installed() and mechanism.sampling == "fixed":
-            delta = run.experiment.delta_of(group.name)
-            cost = poisson[group.name]
-            poisson_epsilons = (compose([cost], delta), compose([cost], delta, "pld"))
-        costs.append(GroupCost(run.part, (), group.name, *epsilons, *poisson_epsilons))
+            poisson_epsilon = compose([poisson[group.name]], run.experiment.delta_of(group.name), "rdp")
+        costs.append(GroupCost(run.part, (), group.name, group.epsilon, basis, poisson_epsilon))
     return costs

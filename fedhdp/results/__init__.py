@@ -1,7 +1,15 @@
 """The record of a run: its schema, its files, its metrics and its tables."""
 
 from fedhdp.results.metrics import group_rows, half_interval
-from fedhdp.results.schema import GroupResult, MetricRow, Summary, VariantResult, account_groups, attach_metrics
+from fedhdp.results.schema import (
+    GroupResult,
+    MetricInfo,
+    MetricRow,
+    Summary,
+    VariantResult,
+    account_groups,
+    attach_metrics,
+)
 from fedhdp.results.store import (
     EXPERIMENT_FILE,
     SUMMARY_FILE,
@@ -23,6 +31,7 @@ __all__ = [
     "SUMMARY_FILE",
     "DamagedRunError",
     "GroupResult",
+    "MetricInfo",
     "MetricRow",
     "RunDirectory",
     "Summary",

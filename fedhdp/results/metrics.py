@@ -1,4 +1,4 @@
-"""Statistics of the scores: each group's mean, variance and worst decile, and confidence intervals over seeds.
+"""Statistics of metrics: each group's mean, variance and worst decile, and confidence intervals over seeds.
 
 Axis letters: K clients of the population.
 """
@@ -6,46 +6,53 @@ Axis letters: K clients of the population.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import stdev
 
 import numpy as np
 
 from fedhdp.mechanism import SERVER
-from fedhdp.results.schema import MetricRow
+from fedhdp.results.schema import STATISTICS, MetricInfo, MetricRow
 
 CONFIDENCE = 0.95
 
 
-def group_rows(round: int, model: str, names: list[str], group_K: np.ndarray, score_K: np.ndarray) -> list[MetricRow]:
-    """Summarize the clients' scores by group: their mean, their variance and the mean of the worst tenth.
+def group_rows(
+    round: int, model: str, metric: MetricInfo, names: Sequence[str], group_K: np.ndarray, value_K: np.ndarray
+) -> list[MetricRow]:
+    """Summarize a metric of the clients by group: mean, variance, mean of the worst tenth, and how many clients count.
 
     Args:
         round: The round of the measurement.
-        model: The kind of model that was scored.
+        model: The kind of model that was measured.
+        metric: The metric.
         names: The groups.
         group_K: Each client's index into ``names``.
-        score_K: Each client's score; NaN for a client without test examples, who does not count.
+        value_K: Each client's value; NaN where it is undefined, and for a client without test examples: it does not count.
 
     Returns:
-        Three rows for each group with a score.
+        A row for each group and statistic that is defined (see `results.schema.STATISTICS`).
     """
     rows = []
     for number, name in enumerate(names):
-        scores = score_K[(group_K == number) & ~np.isnan(score_K)]
-        if len(scores) == 0:
+        values = np.asarray(value_K, np.float64)[(group_K == number) & ~np.isnan(value_K)]
+        if len(values) == 0:
             continue
-        worst = np.sort(scores)[: max(1, len(scores) // 10)]
-        values = {"accuracy": scores.mean(), "variance": scores.var(), "worst_decile": worst.mean()}
-        rows += [MetricRow(round, name, model, metric, float(value)) for metric, value in values.items()]
+        from_worst = np.sort(values)[:: 1 if metric.higher_is_better else -1]
+        worst = from_worst[: max(1, len(values) // 10)]
+        with np.errstate(invalid="ignore"):  # the variance of infinite losses
+            statistics = (values.mean(), values.var(), worst.mean(), len(values))
+        named = zip(STATISTICS, statistics, strict=True)
+        rows += [MetricRow(round, name, model, metric.name + s, float(v)) for s, v in named if not math.isnan(v)]
     return rows
 
 
 def evaluation_rows(
     round: int,
+    metrics: Iterable[MetricInfo],
     group_K: np.ndarray,
-    server_scores: Mapping[str, float],
-    client_scores: Mapping[str, np.ndarray],
+    server_values: Mapping[str, float],
+    client_values: Mapping[str, np.ndarray],
     clip: float,
     refused: Mapping[str, float],
 ) -> list[MetricRow]:
@@ -53,15 +60,22 @@ def evaluation_rows(
 
     Args:
         round: The round of the measurement.
+        metrics: The metrics.
         group_K: Each client's index into the groups.
-        server_scores: The score on the server's test set, by the kind of model.
-        client_scores: Each client's score on its own test examples, by the kind of model.
+        server_values: What was measured on the server's test set, by ``MODEL/METRIC``; NaN where it is undefined.
+        client_values: Each client's values on its own test examples, by ``MODEL/METRIC``.
         clip: The clip of the next round.
         refused: The updates refused so far, by group.
     """
-    rows = [MetricRow(round, SERVER, model, "accuracy", score) for model, score in server_scores.items()]
-    for model, score_K in client_scores.items():
-        rows += group_rows(round, model, list(refused), group_K, score_K)
+    info = {metric.name: metric for metric in metrics}
+    rows = []
+    for key, value in server_values.items():
+        model, name = key.split("/")
+        if not math.isnan(value):
+            rows.append(MetricRow(round, SERVER, model, name, value))
+    for key, value_K in client_values.items():
+        model, name = key.split("/")
+        rows += group_rows(round, model, info[name], list(refused), group_K, value_K)
     rows.append(MetricRow(round, SERVER, "global", "clip", clip))
     return rows + [MetricRow(round, name, "global", "refused", float(count)) for name, count in refused.items()]
 

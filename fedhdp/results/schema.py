@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -11,13 +11,16 @@ import numpy as np
 
 from fedhdp.mechanism import SERVER, Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import (
+    Accountant,
     PrivacyCost,
     compose,
+    default_accountant,
     is_accounting_installed,
     make_report,
     privacy_cost,
     privacy_costs,
 )
+from fedhdp.privacy.calibration import explain_surplus
 
 
 class MetricRow(NamedTuple):
@@ -30,9 +33,43 @@ class MetricRow(NamedTuple):
     value: float
 
 
-class GroupResult(msgspec.Struct, forbid_unknown_fields=True):
-    """The accuracy and the privacy cost of one group.
+class MetricInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a table needs to know of a metric.
 
+    Args:
+        name: The metric's name, in files and tables.
+        higher_is_better: Whether a higher value is the better one.
+        percent: Whether tables show it in percent: a rate from 0 to 1.
+    """
+
+    name: str
+    higher_is_better: bool = True
+    percent: bool = False
+
+    def format(self, value: float, digits: int = 2) -> str:
+        """A value as text: in percent with so many decimals, or with two significant digits more than that."""
+        return f"{100 * value:.{digits}f}" if self.percent else f"{value:.{digits + 2}g}"
+
+
+ACCURACY = MetricInfo("accuracy", percent=True)
+STATISTICS = ("", "_variance", "_worst_decile", "_clients")  # of a metric over a group's clients: the first is the mean
+
+
+class _Measured(msgspec.Struct, kw_only=True):
+    """Values of models by ``MODEL/METRIC``: "personal/accuracy", "global/auc_variance"."""
+
+    values: dict[str, float] = {}
+
+    def value(self, metric: str = "accuracy", model: str = "global") -> float | None:
+        """A metric of a model (global, personal, average or chosen), or None where it was not measured."""
+        return self.values.get(f"{model}/{metric}")
+
+
+class GroupResult(_Measured, forbid_unknown_fields=True):
+    """What models measure on the clients of one group, and its privacy cost.
+
+    ``values`` has for each metric the mean over the group's clients, and with ``_variance``, ``_worst_decile`` and
+    ``_clients`` appended to its name the variance, the mean of the worst tenth, and how many clients it counts.
     ``epsilon`` is infinite where the group is unprotected and None where it is not known, because dp-accounting is
     missing. JSON has no infinity: in files it is the string "inf" (see `results.store.encode_json`).
     """
@@ -44,25 +81,21 @@ class GroupResult(msgspec.Struct, forbid_unknown_fields=True):
     sampling_rate: float
     weight: float
     pull: float
-    global_accuracy: float | None = None
-    global_variance: float | None = None
-    global_worst_decile: float | None = None
-    personal_accuracy: float | None = None
-    personal_variance: float | None = None
-    personal_worst_decile: float | None = None
-    average_accuracy: float | None = None
-    chosen_accuracy: float | None = None  # with the pull that scored best on each client's held-out data
-    chosen_variance: float | None = None
     rounds: int = 0  # in which its clients could be sampled
-    epsilon: float | None = None  # by Renyi accounting
-    epsilon_pld: float | None = None  # by privacy loss distributions; None where these do not apply
+    epsilon: float | None = None  # that the group has, by the run's accountant
+    epsilon_target: float | None = None  # that it asked for; None where it asked for a noise multiplier
+    accountant: str | None = None  # of the run: it calibrates the noise, computes the epsilon and keeps the budget
     delta: float | None = None
     epsilon_basis: str | None = None  # delta, sampling rate, noise, rounds, sampling and adjacency of the epsilon
+    surplus: str | None = None  # why the group has more noise than it asked for, and which weight would use it
     refused: int = 0  # updates that were not finite or out of range
 
 
-class VariantResult(msgspec.Struct, forbid_unknown_fields=True):
-    """The result of one variant of an experiment."""
+class VariantResult(_Measured, forbid_unknown_fields=True):
+    """The result of one variant of an experiment.
+
+    ``values`` are those on the server's test set. Tables show the first of the ``metrics``.
+    """
 
     name: str
     algorithm: str
@@ -70,10 +103,14 @@ class VariantResult(msgspec.Struct, forbid_unknown_fields=True):
     seconds: float
     repeatable: bool  # its noise came from a seed, so it is not private
     groups: list[GroupResult]
-    server_accuracy: float | None = None
-    server_average_accuracy: float | None = None
+    metrics: tuple[MetricInfo, ...] = (ACCURACY,)
     clip: float | None = None
     stopped: str | None = None  # why it ended before its last round
+
+    @property
+    def server_accuracy(self) -> float | None:
+        """The global model's accuracy on the server's test set, if it was measured."""
+        return self.value("accuracy")
 
 
 class Summary(msgspec.Struct, forbid_unknown_fields=True):
@@ -88,7 +125,11 @@ class Summary(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def account_groups(
-    mechanism: Mechanism, costs_of: Callable[[str], Iterable[tuple]], delta_of: Callable[[str], float]
+    mechanism: Mechanism,
+    costs_of: Callable[[str], Iterable[tuple]],
+    delta_of: Callable[[str], float],
+    accountant: Accountant,
+    targets: Mapping[str, float] | None = None,
 ) -> list[GroupResult]:
     """Compute what a run has cost each group.
 
@@ -96,14 +137,23 @@ def account_groups(
         mechanism: The mechanism of the run, with all of its groups.
         costs_of: The rounds charged to a group, by its name: ``PrivacyCost`` values.
         delta_of: The delta at which a group's epsilon is stated, by its name.
+        accountant: The run's accountant.
+        targets: The epsilons that groups asked for, by name.
 
     Returns:
-        A result for each group, in the order of the mechanism, without accuracies.
+        A result for each group, in the order of the mechanism, without values.
     """
-    return [_account_group(mechanism, group, costs_of(group.name), delta_of(group.name)) for group in mechanism.groups]
+    results = []
+    for group in mechanism.groups:
+        result = _account_group(mechanism, group, costs_of(group.name), delta_of(group.name), accountant)
+        result.epsilon_target = (targets or {}).get(group.name)
+        results.append(result)
+    return results
 
 
-def _account_group(mechanism: Mechanism, group: PrivacyGroup, costs: Iterable[tuple], delta: float) -> GroupResult:
+def _account_group(
+    mechanism: Mechanism, group: PrivacyGroup, costs: Iterable[tuple], delta: float, accountant: Accountant
+) -> GroupResult:
     paid = [cost for cost in (PrivacyCost(*fields) for fields in costs) if cost.sampling_rate > 0 and cost.rounds]
     rounds = sum(cost.rounds for cost in paid)
     result = GroupResult(
@@ -115,24 +165,24 @@ def _account_group(mechanism: Mechanism, group: PrivacyGroup, costs: Iterable[tu
         weight=group.weight,
         pull=group.pull,
         rounds=rounds,
+        accountant=accountant,
+        surplus=explain_surplus(mechanism, group),
     )
     if result.unprotected:
         result.epsilon = math.inf
     elif is_accounting_installed():
         result.delta = delta
-        result.epsilon = compose(paid, delta)
+        result.epsilon = compose(paid, delta, accountant)
         result.unprotected = result.epsilon == math.inf  # accounting takes very little noise as none
         last = privacy_cost(mechanism, group)._replace(rounds=rounds)
-        result.epsilon_basis = make_report(group.name, result.epsilon, delta, last, "rdp").basis
+        result.epsilon_basis = make_report(group.name, result.epsilon, delta, last, accountant).basis
         if len(paid) > 1:
             result.epsilon_basis += f", {len(paid)} mechanisms composed, of which this is one"
-        if mechanism.sampling == "poisson":
-            result.epsilon_pld = compose(paid, delta, "pld")
     return result
 
 
 def attach_metrics(result: VariantResult, history: Iterable[MetricRow]) -> VariantResult:
-    """Set a result's accuracies, clip and refused updates to those of the last evaluated round.
+    """Set a result's values, clip and refused updates to those of the last evaluated round.
 
     Args:
         result: The result; it is changed.
@@ -144,16 +194,15 @@ def attach_metrics(result: VariantResult, history: Iterable[MetricRow]) -> Varia
     rows = list(history)
     last = max((row.round for row in rows), default=0)
     values = {(row.group, row.model, row.metric): row.value for row in rows if row.round == last}
-    result.server_accuracy = values.get((SERVER, "global", "accuracy"))
-    result.server_average_accuracy = values.get((SERVER, "average", "accuracy"))
     result.clip = values.get((SERVER, "global", "clip"))
+    measured = {metric.name + statistic for metric in result.metrics for statistic in STATISTICS}
+
+    def values_of(group: str) -> dict[str, float]:
+        return {f"{key[1]}/{key[2]}": v for key, v in values.items() if key[0] == group and key[2] in measured}
+
+    result.values = values_of(SERVER)
     for group in result.groups:
-        for model in ("global", "personal"):
-            for metric in ("accuracy", "variance", "worst_decile"):
-                setattr(group, f"{model}_{metric}", values.get((group.name, model, metric)))
-        for metric in ("accuracy", "variance"):
-            setattr(group, f"chosen_{metric}", values.get((group.name, "chosen", metric)))
-        group.average_accuracy = values.get((group.name, "average", "accuracy"))
+        group.values = values_of(group.name)
         group.refused = int(values.get((group.name, "global", "refused"), 0))
     return result
 
@@ -165,9 +214,10 @@ class SimulationResult(NamedTuple):
         mechanism: The mechanism.
         rounds: The number of completed rounds.
         parameters: The global model, as arrays named by their path in the model.
-        scores: Each client's score at the end, by the kind of model (see `fedhdp.Simulation.client_scores`).
-        history: The metrics of every evaluation.
+        scores: Each client's values at the end, by ``MODEL/METRIC`` (see `fedhdp.Simulation.client_scores`).
+        history: What every evaluation measured.
         repeatable: Whether there was a noise seed, so that nothing is private.
+        metrics: The metrics.
     """
 
     mechanism: Mechanism
@@ -176,9 +226,12 @@ class SimulationResult(NamedTuple):
     scores: dict[str, np.ndarray]
     history: list[MetricRow]
     repeatable: bool
+    metrics: tuple[MetricInfo, ...] = (ACCURACY,)
 
-    def result(self, name: str, delta: float = 1e-4) -> VariantResult:
-        """A row of a table, with each group's epsilon at this delta."""
+    def result(self, name: str, delta: float = 1e-4, accountant: Accountant | None = None) -> VariantResult:
+        """A row of a table, with each group's epsilon at this delta; ``accountant`` as in `fedhdp.privacy.epsilon`."""
         costs = privacy_costs(self.mechanism, self.rounds)
-        groups = account_groups(self.mechanism, lambda name: [costs[name]], lambda name: delta)
-        return attach_metrics(VariantResult(name, "", self.rounds, 0.0, self.repeatable, groups), self.history)
+        accountant = accountant or default_accountant(self.mechanism.sampling)
+        groups = account_groups(self.mechanism, lambda name: [costs[name]], lambda name: delta, accountant)
+        result = VariantResult(name, "", self.rounds, 0.0, self.repeatable, groups, self.metrics)
+        return attach_metrics(result, self.history)

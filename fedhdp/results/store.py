@@ -7,7 +7,7 @@
     DIR/VARIANT/checkpoint.npz    the state from which the run resumes; deleted when the variant is finished
     DIR/VARIANT/personal.bin      personal models that do not fit into memory; deleted when the variant is finished
     DIR/VARIANT/model.npz         the final global model (and its average), by parameter
-    DIR/VARIANT/scores.npz        each client's final score, by the kind of model
+    DIR/VARIANT/scores.npz        each client's final values, by MODEL/METRIC
     DIR/VARIANT/result.json       the variant's part of the summary
 
 Every file but the history is written under another name and then renamed, so that a crash leaves the old file or the new
@@ -44,6 +44,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 EXPERIMENT_FILE, RUN_FILE, SUMMARY_FILE, LOCK_FILE = "experiment.toml", "run.json", "summary.json", ".lock"
+RUNS_FILE = "runs.json"  # of a folder of several runs
 HISTORY_FILE, CHECKPOINT_FILE = "history.csv", "checkpoint.npz"
 MODEL_FILE, SCORES_FILE, RESULT_FILE = "model.npz", "scores.npz", "result.json"
 

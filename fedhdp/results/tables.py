@@ -10,81 +10,94 @@ from typing import NamedTuple
 from fedhdp.errors import require
 from fedhdp.privacy.accounting import format_epsilon
 from fedhdp.results.metrics import half_interval
-from fedhdp.results.schema import GroupResult, VariantResult
+from fedhdp.results.schema import GroupResult, MetricInfo, VariantResult
+
+Cells = Sequence[str]
 
 
 class _Columns(NamedTuple):
     """Which columns a table has."""
 
+    metric: MetricInfo
     groups: list[str]  # as the table shows them: the last of the mechanism first
     models: dict[str, str]  # by the letter in the header
     averaged: bool  # whether there is an averaged model
 
     def header(self) -> list[str]:
         """The names of the columns."""
-        header = ["algorithm", "Acc_g", *(["Acc_avg"] if self.averaged else [])]
+        name = "Acc" if self.metric.name == "accuracy" else self.metric.name
+        header = ["algorithm", f"{name}_g", *([f"{name}_avg"] if self.averaged else [])]
         for letter in self.models:
             header += [f"{letter}: {name}" for name in self.groups] + ([f"Δ_{letter}"] if len(self.groups) == 2 else [])
         return header + [f"ε {name}" for name in self.groups]
 
 
 def table_cells(
-    variants: list[VariantResult], variances: bool = True, other_seeds: Sequence[list[VariantResult]] = ()
+    variants: list[VariantResult],
+    variances: bool = True,
+    other_seeds: Sequence[list[VariantResult]] = (),
+    metric: str | None = None,
 ) -> tuple[list[str], list[list[str]]]:
-    """Format results as the cells of a table: percentages, with the variance across clients in parentheses.
+    """Format a metric of results as the cells of a table, with the variance across clients in parentheses.
 
-    Acc_g is the accuracy on the server's test set and Acc_avg that of the averaged model. For each group follow the
-    clients' accuracies on their own data: with the global model (g), with their personal models (l) and, where clients
-    hold out data, with the pull that each chose (c). With two groups, Δ is the accuracy of the less private minus that of
-    the more private. As in the paper, a variance is that of fractions, times 100.
+    Acc_g is the accuracy on the server's test set and Acc_avg that of the averaged model; another metric's columns have
+    its name. For each group follow the clients' means on their own data: with the global model (g), with their personal
+    models (l) and, where clients hold out data, with the pull that each chose (c). With two groups, Δ says by how much the
+    less private are better off than the more private. As in the paper, a variance of rates is that of fractions, times 100.
 
     Args:
         variants: A row each; all have the same groups.
         variances: Whether to show variances.
         other_seeds: The same variants with other seeds. A cell is then the mean, with half of its 95% interval.
+        metric: The metric's name. None: the first of the variants' metrics.
 
     Returns:
         The header and the rows.
 
     Raises:
-        InvalidValueError: If there are no variants, or their groups differ.
+        InvalidValueError: If there are no variants, or their groups differ, or they do not have the metric.
     """
-    columns = _columns(variants, other_seeds)
-    rows = []
+    columns, rows = _columns(variants, other_seeds, metric), []
     for seeds in zip(variants, *other_seeds, strict=True):
-        cells = [_percent(values, variances) for values in zip(*(_scores(v, columns) for v in seeds), strict=True)]
+        values_by_column = zip(*(_values(variant, columns) for variant in seeds), strict=True)
+        cells = [_format_cell(columns.metric, values, variances) for values in values_by_column]
         groups = zip(*(reversed(variant.groups) for variant in seeds), strict=True)
         rows.append([seeds[0].name, *cells, *map(_epsilon, groups)])
     return columns.header(), rows
 
 
-def _columns(variants: list[VariantResult], other_seeds: Sequence[list[VariantResult]]) -> _Columns:
+def _columns(variants: list[VariantResult], other_seeds: Sequence[list[VariantResult]], metric: str | None) -> _Columns:
     require(len(variants) > 0, "variants", variants, "one or more")
     names = [group.name for group in variants[0].groups]
     for variant in (variant for seed in (variants, *other_seeds) for variant in seed):
         groups = [group.name for group in variant.groups]
         require(groups == names, f"groups of {variant.name!r}", groups, f"the same in all variants, {names}")
+    metrics = {info.name: info for variant in reversed(variants) for info in variant.metrics}
+    shown = variants[0].metrics[0].name if metric is None else metric
+    require(shown in metrics, "metric", shown, f"one that was measured ({', '.join(metrics)})")
     all_groups = [group for variant in variants for group in variant.groups]
     models = {"g": "global"}
     for letter, model in (("l", "personal"), ("c", "chosen")):
-        if any(getattr(group, f"{model}_accuracy") is not None for group in all_groups):
+        if any(group.value(shown, model) is not None for group in all_groups):
             models[letter] = model
-    averaged = any(variant.server_average_accuracy is not None for variant in variants)
-    return _Columns(names[::-1], models, averaged)
+    averaged = any(variant.value(shown, "average") is not None for variant in variants)
+    return _Columns(metrics[shown], names[::-1], models, averaged)
 
 
-def _scores(variant: VariantResult, columns: _Columns) -> list[tuple[float | None, float | None]]:
+def _values(variant: VariantResult, columns: _Columns) -> list[tuple[float | None, float | None]]:
     """The numbers of a row, each with its variance across clients where it has one."""
-    scores: list[tuple[float | None, float | None]] = [(variant.server_accuracy, None)]
+    name, sign = columns.metric.name, 1 if columns.metric.higher_is_better else -1
+    values: list[tuple[float | None, float | None]] = [(variant.value(name), None)]
     if columns.averaged:
-        scores.append((variant.server_average_accuracy, None))
+        values.append((variant.value(name, "average"), None))
     for model in columns.models.values():
-        accuracies = [getattr(group, f"{model}_accuracy") for group in variant.groups]
-        variances = [getattr(group, f"{model}_variance") for group in variant.groups]
-        scores += list(zip(reversed(accuracies), reversed(variances), strict=True))
-        if len(accuracies) == 2:
-            scores.append((None if None in accuracies else accuracies[0] - accuracies[1], None))
-    return scores
+        means = [group.value(name, model) for group in variant.groups]
+        variances = [group.value(f"{name}_variance", model) for group in variant.groups]
+        values += list(zip(reversed(means), reversed(variances), strict=True))
+        if len(means) == 2:
+            less, more = means
+            values.append((None if less is None or more is None else sign * (less - more), None))
+    return values
 
 
 def footnotes(variants: list[VariantResult]) -> list[str]:
@@ -93,10 +106,17 @@ def footnotes(variants: list[VariantResult]) -> list[str]:
     for variant in variants:
         for group in variant.groups:
             if group.epsilon is not None and group.epsilon_basis is not None:
-                pld = "" if group.epsilon_pld is None else f", by PLD {format_epsilon(group.epsilon_pld, 3)}"
-                line = f"ε {group.name} = {format_epsilon(group.epsilon, 3)}{pld}: {group.epsilon_basis}"
+                line = f"ε {group.name} = {format_epsilon(group.epsilon, 3)}: {group.epsilon_basis}"
+                lines.setdefault(line, []).append(variant.name)
+            if group.surplus is not None:
+                line = f"ε {group.name} is smaller than it need be, at {group.surplus}"
+                lines.setdefault(line, []).append(variant.name)
+            elif variant.algorithm == "dp_fedavg" and (group.epsilon or 0.0) < 0.97 * (group.epsilon_target or 0.0):
+                line = "ε of every group is that of the strictest, whose noise the algorithm gives to all"
                 lines.setdefault(line, []).append(variant.name)
     notes = [f"{line} [{'; '.join(dict.fromkeys(names))}]" for line, names in lines.items()]
+    if any(group.epsilon_target is not None for variant in variants for group in variant.groups):
+        notes.insert(0, "ε: asked for → had")
     for variant in variants:
         refused = sum(group.refused for group in variant.groups)
         if variant.stopped:
@@ -108,37 +128,91 @@ def footnotes(variants: list[VariantResult]) -> list[str]:
     return notes
 
 
-def format_table(variants: list[VariantResult], other_seeds: Sequence[list[VariantResult]] = ()) -> str:
+def format_table(
+    variants: list[VariantResult], other_seeds: Sequence[list[VariantResult]] = (), metric: str | None = None
+) -> str:
     """Format results as plain text, with footnotes.
 
     Args:
         variants: A row each; all have the same groups.
         other_seeds: The same variants with other seeds (see `table_cells`).
+        metric: The metric's name. None: the first of the variants' metrics.
 
     Returns:
         The lines, of any width.
     """
-    header, rows = table_cells(variants, other_seeds=other_seeds)
+    header, rows = table_cells(variants, other_seeds=other_seeds, metric=metric)
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     cells = [header, ["─" * width for width in widths], *rows]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join([*lines, *footnotes([variant for seed in (variants, *other_seeds) for variant in seed])])
 
 
-def _percent(values: Sequence[tuple[float | None, float | None]], variances: bool) -> str:
-    """The mean over seeds in percent, with half of its interval and the mean variance across clients."""
-    scores = [score for score, _ in values if score is not None]
+def _format_cell(metric: MetricInfo, values: Sequence[tuple[float | None, float | None]], variances: bool) -> str:
+    """The mean over seeds with half of its interval and the mean variance across clients."""
+    means = [value for value, _ in values if value is not None]
     spreads = [variance for _, variance in values if variance is not None]
-    if not scores:
+    if not means:
         return "–"
-    half = half_interval(scores)
-    text = f"{100 * fmean(scores):.2f}" + ("" if half is None else f" ±{100 * half:.2f}")
-    return text + (f" ({100 * fmean(spreads):.2f})" if variances and spreads else "")
+    half = half_interval(means)
+    text = metric.format(fmean(means)) + ("" if half is None else f" ±{metric.format(half)}")
+    return text + (f" ({metric.format(fmean(spreads))})" if variances and spreads else "")
 
 
 def _epsilon(seeds: Sequence[GroupResult]) -> str:
-    """A group's largest epsilon among the seeds."""
-    if any(group.unprotected for group in seeds):
-        return format_epsilon(math.inf)
-    epsilons = [group.epsilon for group in seeds if group.epsilon is not None]
-    return format_epsilon(max(epsilons), 2) if epsilons else "–"
+    """The epsilon that a group asked for, if it asked for one, and its largest among the seeds."""
+    epsilons = [math.inf if group.unprotected else group.epsilon for group in seeds]
+    known = [epsilon for epsilon in epsilons if epsilon is not None]
+    had = format_epsilon(max(known), 2) if known else "–"
+    target = seeds[0].epsilon_target
+    if target is None or target == math.inf == max(known, default=None):
+        return had
+    return f"{format_epsilon(target)} → {had}"
+
+
+def format_markdown(header: Cells, rows: Sequence[Cells], notes: Sequence[str] = (), texts: int = 1) -> str:
+    """Format cells as a Markdown table: the first columns are text, the others are numbers."""
+    lines = [header, [*["---"] * texts, *["---:"] * (len(header) - texts)], *rows]
+    table = "\n".join(f"| {' | '.join(map(_markdown, line))} |" for line in lines)
+    return "\n".join([table, *(f"\n{_markdown(note)}" for note in notes)]) + "\n"
+
+
+def _markdown(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
+    return escaped.replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+
+
+def format_latex(header: Cells, rows: Sequence[Cells], notes: Sequence[str] = (), texts: int = 1) -> str:
+    """Format cells as a LaTeX table of the package ``booktabs``: the first columns are text, the others are numbers."""
+    columns = "l" * texts + "r" * (len(header) - texts)
+    lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", _latex_row(header), r"\midrule"]
+    lines += [*map(_latex_row, rows), r"\bottomrule", r"\end{tabular}"]
+    return "\n".join(["% needs \\usepackage{booktabs}", *lines, *(rf"\par {_latex(note)}" for note in notes)]) + "\n"
+
+
+def _latex_row(cells: Cells) -> str:
+    return " & ".join(map(_latex, cells)) + r" \\"
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "\n": " ",
+    "–": "--",
+    "±": r"$\pm$",
+    "→": r"$\to$",
+    "∞": r"$\infty$",
+    "ε": r"$\varepsilon$",
+    "Δ": r"$\Delta$",
+    "δ": r"$\delta$",
+    "λ": r"$\lambda$",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+}
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in text)

@@ -130,6 +130,19 @@ def optimal_weights(problem: Problem) -> np.ndarray:
     return quotient(problem.sigma2_G.min(), problem.sigma2_G, 1.0)
 
 
+def optimal_weights_beside(problem: Problem, given_G: np.ndarray) -> np.ndarray:
+    """The weights of least error where some are given: r_j = sum N_i r_i^2 sigma_i^2 / (sigma_j^2 sum N_i r_i) over these.
+
+    Args:
+        problem: The groups.
+        given_G: Their weights, of which one is above 0; NaN where the weight is to be found.
+    """
+    is_free_G = np.isnan(given_G)
+    r_G = np.where(is_free_G, 0.0, given_G)
+    numerator = np.sum(product(problem.clients_G * r_G**2, problem.sigma2_G)) / (problem.clients_G @ r_G)
+    return np.where(is_free_G, quotient(numerator, problem.sigma2_G, 1.0), given_G)
+
+
 def optimal_server_variance(problem: Problem) -> float:
     """1 / T, the least variance of any estimate from the updates."""
     return float(_pooled_variance(problem.sigma2_G, problem.clients_G))

@@ -15,7 +15,7 @@ Derivation and limits: docs/how-to/plan.md. Axis letters: G groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 import numpy as np
@@ -23,11 +23,12 @@ from msgspec.structs import replace
 
 from fedhdp.algorithms import dp_fedavg, hdp_fedavg, non_private
 from fedhdp.errors import require
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
-from fedhdp.privacy.accounting import epsilon
+from fedhdp.mechanism import MAX_VALUE, MIN_WEIGHT, AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.privacy.accounting import Accountant, epsilon
 from fedhdp.privacy.calibration import calibrate
 from fedhdp.theory import linear_regression, shared_noise
 
+_THEORY = {"shared": shared_noise, "per_group": linear_regression}
 MLP_PARAMETERS = 39_760  # the paper's network for MNIST: 784, 50 and 10 units
 
 
@@ -67,8 +68,7 @@ class PlannedLevel(msgspec.Struct, frozen=True):
     weight: float
     weight_per_group: float  # where noise is added per group, as in the paper
     weight_share: float  # the level's share of the weighted mean
-    epsilon_rdp: float  # of its effective noise
-    epsilon_pld: float
+    epsilon: float  # of its effective noise
 
 
 class LevelCost(msgspec.Struct, frozen=True):
@@ -88,6 +88,7 @@ class Plan(msgspec.Struct, frozen=True):
     rounds: int
     delta: float
     parameters: int
+    accountant: str
     mechanism: Mechanism
     levels: tuple[PlannedLevel, ...]
     error_estimates: dict[str, ErrorEstimate]  # by algorithm
@@ -101,6 +102,7 @@ def plan(
     delta: float,
     levels: Sequence[LevelShare],
     parameters: int = MLP_PARAMETERS,
+    accountant: Accountant = "pld",
 ) -> Plan:
     """Calibrate the noise, choose the weights and estimate the error.
 
@@ -111,6 +113,7 @@ def plan(
         delta: Of every level's guarantee.
         levels: The levels, whose shares add to one.
         parameters: The number of the model's parameters.
+        accountant: ``rdp`` for runs with a ledger, else ``pld``.
 
     Raises:
         InvalidValueError: If an argument is out of range, or the shares do not add to one.
@@ -120,7 +123,7 @@ def plan(
     require(rounds >= 1, "rounds", rounds, "at least 1")
     require(parameters >= 1, "parameters", parameters, "at least 1")
     targets = {level.name: level.epsilon for level in levels}
-    calibrated = calibrate(_uncalibrated(clients, cohort / clients, levels), targets, rounds, delta)
+    calibrated = calibrate(_uncalibrated(clients, cohort / clients, levels), targets, rounds, delta, accountant)
     mechanism = with_optimal_weights(calibrated, rounds, parameters)
     per_group = with_optimal_weights(replace(mechanism, noise="per_group"), rounds, parameters)
     algorithms = {
@@ -136,8 +139,9 @@ def plan(
         rounds,
         delta,
         parameters,
+        accountant,
         mechanism,
-        levels=_planned_levels(mechanism, per_group, targets, rounds, delta),
+        levels=_planned_levels(mechanism, per_group, targets, epsilon(mechanism, rounds, delta, accountant)),
         error_estimates={name: estimate_error(m, rounds, parameters) for name, m in algorithms.items()},
         costs=tuple(_level_cost(mechanism, group, rounds, parameters) for group in mechanism.groups),
     )
@@ -160,12 +164,55 @@ def estimate_error(mechanism: Mechanism, rounds: int, parameters: int, clients: 
     return ErrorEstimate(noise_per_parameter, noise_per_round, noise, sampling, bias, math.hypot(noise, sampling, bias))
 
 
-def with_optimal_weights(mechanism: Mechanism, rounds: int, parameters: int) -> Mechanism:
-    """The mechanism with the weights of least error, relative to the group with the least noise."""
-    theory = shared_noise if mechanism.noise == "shared" else linear_regression
-    weight_G = theory.optimal_weights(_problem(mechanism, rounds, parameters)).tolist()
-    groups = tuple(replace(group, weight=r) for group, r in zip(mechanism.groups, weight_G, strict=True))
+def with_optimal_weights(
+    mechanism: Mechanism,
+    rounds: int,
+    parameters: int | Callable[[], int],
+    names: Collection[str] | None = None,
+) -> Mechanism:
+    """The mechanism with the weights of least error.
+
+    Weights are relative to the group with the least noise among those that count: its weight is 1 if it is not given.
+    Given weights stay as they are; the others have the least error beside them.
+
+    Args:
+        mechanism: The mechanism.
+        rounds: The number of rounds.
+        parameters: The number of the model's parameters, or what counts them, called if a weight depends on it.
+        names: The groups whose weights to set; None: all. The others' weights are given.
+
+    Raises:
+        InvalidValueError: If a name is of no group.
+    """
+    every = [group.name for group in mechanism.groups]
+    names = every if names is None else names
+    unknown = sorted(set(names) - set(every))
+    require(not unknown, "names", unknown, f"groups of the mechanism ({', '.join(every)})")
+    given_G = np.array([math.nan if group.name in names else group.weight for group in mechanism.groups])
+    weight_G = _with_reference(mechanism, given_G)
+    if mechanism.expected_cohort_size() == 0:
+        weight_G = np.nan_to_num(weight_G, nan=1.0)
+    elif np.isnan(weight_G).any():
+        count = parameters() if callable(parameters) else parameters
+        problem, theory = _problem(mechanism, rounds, count), _THEORY[mechanism.noise]
+        every_is_free = np.isnan(given_G).all()
+        weight_G = (
+            theory.optimal_weights(problem) if every_is_free else theory.optimal_weights_beside(problem, weight_G)
+        )
+    weights = np.where(weight_G > 0, np.clip(weight_G, MIN_WEIGHT, MAX_VALUE), 0.0).tolist()
+    groups = tuple(replace(group, weight=r) for group, r in zip(mechanism.groups, weights, strict=True))
     return replace(mechanism, groups=groups)
+
+
+def _with_reference(mechanism: Mechanism, given_G: np.ndarray) -> np.ndarray:
+    """The given weights, and 1 for the group with the least noise among those that count, if it is not given."""
+    noise_G = np.array(
+        [math.inf if r == 0 else g.noise_multiplier for g, r in zip(mechanism.groups, given_G, strict=True)]
+    )
+    least_G = noise_G == noise_G.min()
+    if not np.isnan(given_G).any() or not np.isnan(given_G[least_G]).all():
+        return given_G
+    return np.where(np.arange(len(given_G)) == least_G.argmax(), 1.0, given_G)
 
 
 def _problem(mechanism: Mechanism, rounds: int, parameters: int) -> linear_regression.Problem:
@@ -194,9 +241,8 @@ def _uncalibrated(clients: int, rate: float, levels: Sequence[LevelShare]) -> Me
 
 
 def _planned_levels(
-    mechanism: Mechanism, per_group: Mechanism, targets: dict[str, float], rounds: int, delta: float
+    mechanism: Mechanism, per_group: Mechanism, targets: dict[str, float], epsilons: dict[str, float]
 ) -> tuple[PlannedLevel, ...]:
-    rdp, pld = epsilon(mechanism, rounds, delta, "rdp"), epsilon(mechanism, rounds, delta, "pld")
     return tuple(
         PlannedLevel(
             group.name,
@@ -208,8 +254,7 @@ def _planned_levels(
             group.weight,
             same_group.weight,
             group.weight * mechanism.expected_cohort_size(group) / mechanism.expected_weight,
-            rdp[group.name],
-            pld[group.name],
+            epsilons[group.name],
         )
         for group, same_group in zip(mechanism.groups, per_group.groups, strict=True)
     )

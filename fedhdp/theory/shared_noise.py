@@ -11,6 +11,8 @@ and the best weights are r_j = min(1, c / z_j). Not in the paper. Axis letters: 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -45,6 +47,52 @@ def optimal_weights(problem: Problem) -> np.ndarray:
     """r_j = min(1, c / z_j), relative to the group with the least noise."""
     z_G = multipliers(problem)
     return np.minimum(1.0, quotient(_noise_ceiling(problem), z_G, 1.0))
+
+
+def optimal_weights_beside(problem: Problem, given_G: np.ndarray) -> np.ndarray:
+    """The weights of least error where some are given: r_j = min(a, c / z_j) for the others.
+
+    The error is quasiconvex in the weights, so also in c once a is the best for it, and c is found by golden sections.
+
+    Args:
+        problem: The groups.
+        given_G: Their weights, of which one is above 0; NaN where the weight is to be found.
+    """
+    from scipy.optimize import minimize_scalar
+
+    z_G = multipliers(problem)
+    if not (z_G > 0).any():
+        return np.where(np.isnan(given_G), np.nanmax(given_G), given_G)  # without noise the mean is the best
+    noise = float(np.nanmax(product(given_G, z_G)))  # of the given weights, below which c has no use
+    largest = np.nanmax(given_G) * z_G.max()
+
+    def error(log_c: float) -> float:
+        weight_G = _weights_at(problem, given_G, math.exp(log_c))
+        return math.log(server_variance(problem, weight_G))
+
+    bounds = (math.log(max(noise, 1e-12 * largest)), math.log(1e6 * largest))
+    found = minimize_scalar(error, bounds=bounds, method="bounded", options={"xatol": 1e-9})
+    candidates = [_weights_at(problem, given_G, math.exp(log_c)) for log_c in (bounds[0], float(found.x))]
+    return min(candidates, key=lambda weight_G: server_variance(problem, weight_G))
+
+
+def _weights_at(problem: Problem, given_G: np.ndarray, c: float) -> np.ndarray:
+    """The weights of least error whose noise is at most c: min(a, c / z_j), with the best a, for those not given.
+
+    With the noise at c the best a is (sum N_j r_j^2 + c^2 / sigma_c2) / sum N_j r_j over the groups whose weight is not a.
+    """
+    is_free_G, N_G = np.isnan(given_G), problem.clients_G
+    limit_G = np.where(is_free_G, quotient(c, multipliers(problem), np.inf), given_G)
+    limits = sorted(set(limit_G[is_free_G].tolist()))
+    a = 0.0
+    for limit in [0.0, *limits]:  # the groups up to this limit are at it, the others at a
+        at_limit_G = ~is_free_G | (limit_G <= limit)
+        r_G = np.where(at_limit_G, limit_G, 0.0)
+        a = (float(N_G @ r_G**2) + float(quotient(c * c, problem.sigma_c2, 0.0))) / float(N_G @ r_G)
+        higher = [other for other in limits if other > limit]
+        if not higher or a <= higher[0]:
+            break
+    return np.where(is_free_G, np.minimum(a, limit_G), given_G)
 
 
 def _noise_ceiling(problem: Problem) -> float:

@@ -26,8 +26,8 @@ def words(text: str) -> str:
 )
 def test_the_papers_settings(run_json, rate, noise, rdp, pld):
     arguments = ("account", "--noise-multiplier", noise, "--sampling-rate", rate, *ROUNDS)
-    assert run_json(*arguments)["epsilon"] == pytest.approx(rdp, abs=6e-4)
-    assert run_json(*arguments, "--accountant", "pld")["epsilon"] == pytest.approx(pld, abs=3e-3)
+    assert run_json(*arguments)["epsilon"] == pytest.approx(pld, abs=3e-3)
+    assert run_json(*arguments, "--accountant", "rdp")["epsilon"] == pytest.approx(rdp, abs=6e-4)
 
 
 def test_rounds_as_json(run_json):
@@ -41,7 +41,7 @@ def test_rounds_as_json(run_json):
         "rounds": 500,
         "sampling": "poisson",
         "adjacency": "add or remove one client",
-        "accountant": "rdp",
+        "accountant": "pld",
         "tuning": None,
     }
     assert report | expected == report
@@ -51,7 +51,7 @@ def test_rounds_as_json(run_json):
 
 def test_rounds_as_text(run_cli):
     text = words(run_cli(*EPSILON).stdout)
-    for part in ("3.609", "0.0001", "500 rounds", "1.5 times the L2 sensitivity", "q 0.05", "RDP"):
+    for part in ("3.238", "0.0001", "500 rounds", "1.5 times the L2 sensitivity", "q 0.05", "PLD"):
         assert part in text
 
 
@@ -67,7 +67,7 @@ def test_fixed_cohorts(run_cli, run_json):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--accountant", "pld"), ("--sampling", "fixed"), ("--tuning-trials", 5)])
+@pytest.mark.parametrize("options", [(), ("--accountant", "rdp"), ("--sampling", "fixed"), ("--tuning-trials", 5)])
 def test_noise_for_an_epsilon(run_json, options):
     options = ("--sampling-rate", 0.05, *ROUNDS, *options)
     report = run_json("account", "--epsilon", 3.6, *options)
@@ -100,11 +100,11 @@ def test_an_experiment(run_cli, run_json):
     ]
     opted_out, private = document["mechanisms"][2]["groups"]
     assert (opted_out["group"], opted_out["unprotected"], opted_out["epsilon"]) == ("opted out", True, "inf")
-    assert private["epsilon"] == pytest.approx(gaussian_epsilon(1.5, 0.05, 500, 1e-4))
-    assert private["epsilon_pld"] == pytest.approx(gaussian_epsilon(1.5, 0.05, 500, 1e-4, "pld"))
+    assert private["epsilon"] == pytest.approx(gaussian_epsilon(1.5, 0.05, 500, 1e-4, "pld"))
+    assert (document["accountant"], private["epsilon_target"], private["surplus"]) == ("pld", None, None)
     assert private["epsilon_tuned"] > private["epsilon"]
     text = run_cli("account", "quickstart").stdout
-    assert re.search(r"private +1,900 +0\.05 +1\.5 +0\.0001 +3\.609 +3\.238", text)
+    assert re.search(r"private +1,900 +0\.05 +1\.5 +0\.0001 +3\.238", text)
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_an_experiment_with_deltas_by_group(run_json, tmp_path):
     )
     [report] = run_json("account", path, "--rounds", 10)["mechanisms"]
     a, b = report["groups"]
-    assert (a["delta"], b["delta"], a["rounds"], a["epsilon_pld"]) == (1e-6, 1e-4, 10, None)
+    assert (a["delta"], b["delta"], a["rounds"], a["accountant"]) == (1e-6, 1e-4, 10, "rdp")
     assert a["epsilon"] == gaussian_epsilon(max(2.0, b["noise_multiplier"]), 0.1, 10, 1e-6, sampling="fixed")
     assert 0 < b["epsilon"] <= 5
 
@@ -137,8 +137,8 @@ def test_a_flower_app(run_cli, run_json):
     document = run_json("account", APP)
     strict, relaxed, opted_out = document["levels"]
     assert [level["level"] for level in document["levels"]] == ["strict", "relaxed", "open"]  # the strictest first
-    assert (strict["epsilon_pld"], relaxed["epsilon_pld"]) == (pytest.approx(2, rel=0.01), pytest.approx(8, rel=0.01))
-    assert strict["epsilon"] == gaussian_epsilon(strict["noise_multiplier"], 0.8, 5, 1e-4)
+    assert (strict["epsilon"], relaxed["epsilon"]) == (pytest.approx(2, rel=0.01), pytest.approx(8, rel=0.01))
+    assert strict["epsilon"] == gaussian_epsilon(strict["noise_multiplier"], 0.8, 5, 1e-4, "rdp")
     assert (opted_out["opted_out"], opted_out["epsilon"]) == (True, "inf")
     longer = run_json("account", APP / "pyproject.toml", "--rounds", 50)
     assert longer["levels"][0]["noise_multiplier"] > 2 * strict["noise_multiplier"]
@@ -150,7 +150,7 @@ def test_a_flower_app_by_noise_with_a_budget_and_a_seed(run_cli, run_json, tmp_p
     budget = "\n[tool.flwr.app.config.budgets.strict]\nepsilon = 4.0\ndelta = 1e-4\n"
     (tmp_path / "pyproject.toml").write_text(text + budget)
     strict = run_json("account", tmp_path)["levels"][0]
-    assert (strict["epsilon"], strict["delta"]) == (gaussian_epsilon(3.0, 0.8, 5, 1e-6), 1e-6)
+    assert (strict["epsilon"], strict["delta"]) == (gaussian_epsilon(3.0, 0.8, 5, 1e-6, "rdp"), 1e-6)
     assert strict["budget"] == 4.0
     (tmp_path / "pyproject.toml").write_text(text.replace("clip = 2.0", "clip = 2.0\nnoise-seed = 1"))
     assert run_json("account", tmp_path)["repeatable"]

@@ -41,13 +41,12 @@ def test_show(run_cli, run_json, file):
     assert (opted_out["group"], opted_out["unprotected"], opted_out["epsilon"]) == ("open", True, "inf")
     round_cost = privacy_costs(MECHANISM)["strict"]
     left = rounds_left([round_cost._replace(rounds=7)], round_cost, Budget(1.0, 1e-5))
-    assert strict["epsilon"] == gaussian_epsilon(2.0, 0.1, 7, 1e-5)
-    assert strict["epsilon_pld"] == gaussian_epsilon(2.0, 0.1, 7, 1e-5, "pld")
+    assert strict["epsilon"] == gaussian_epsilon(2.0, 0.1, 7, 1e-5, "rdp")
     assert strict["rounds_left"] == left > 0
     assert strict["charges"] == [{"noise_multiplier": 2.0, "sampling_rate": 0.1, "sampling": "poisson", "rounds": 7}]
     assert [run["run"] for run in document["runs"]] == ["first"]
     text = run_cli("ledger", "show", file).stdout
-    assert re.search(rf"strict +30 +1 +1e-05 +\S+ +\S+ +7 +{left}\b", text)
+    assert re.search(rf"strict +30 +1 +1e-05 +\S+ +7 +{left}\b", text)
 
 
 def test_group_standing(file):
@@ -55,7 +54,7 @@ def test_group_standing(file):
         ledger.begin("first", MECHANISM)
         ledger.charge("first", privacy_costs(MECHANISM, 7))
         strict = group_standing(ledger, "strict", 1e-6)
-        assert (strict.epsilon, strict.delta) == (gaussian_epsilon(2.0, 0.1, 7, 1e-6), 1e-6)
+        assert (strict.epsilon, strict.delta) == (gaussian_epsilon(2.0, 0.1, 7, 1e-6, "rdp"), 1e-6)
         assert (strict.budget, strict.rounds_left, strict.first_client) == (None, None, 10)
         assert strict.charges == [privacy_costs(MECHANISM, 7)["strict"]._asdict()]
         assert group_standing(ledger, "open", 1e-6).epsilon == math.inf
@@ -89,7 +88,7 @@ def test_mixed_sampling_has_a_note_and_no_epsilon(run_json, file):
         columns = '"group", noise_multiplier, sampling_rate'
         database.execute(f"INSERT INTO charges SELECT 'second', {columns}, 'fixed', 1, latest FROM charges")
     strict = run_json("ledger", "show", file)["groups"][1]
-    assert (strict["epsilon"], strict["epsilon_pld"], strict["unprotected"]) == (None, None, False)
+    assert (strict["epsilon"], strict["unprotected"]) == (None, False)
     assert strict["note"]
 
 

@@ -17,7 +17,7 @@ PLAN = ("plan", "--level", "none:inf:5%", "--level", "relaxed:8:35%", "--level",
 def test_levels_errors_and_costs(run_cli):
     code, out, err = run_cli(*PLAN)
     assert (code, err) == (0, "")
-    for text in ("0.9026", "2.119", "target ε", "weighting bias", "DP-FedAvg, strictest for all", "'strict'"):
+    for text in ("0.9026", "2.119", "ε asked", "weighting bias", "DP-FedAvg, strictest for all", "'strict'"):
         assert text in out
 
 
@@ -40,7 +40,7 @@ def test_json(run_json):
 def test_toml_is_an_experiment(run_cli, run_json):
     document = run_json(*PLAN)
     experiment = from_toml(run_cli(*PLAN, "--toml").stdout, "plan.toml")
-    mechanism = experiment.mechanism.build(experiment.rounds, experiment.delta)
+    mechanism = experiment.build_mechanism()
     assert mechanism == msgspec.convert(document["mechanism"], Mechanism)
     assert (experiment.data.clients, experiment.rounds, experiment.model.hidden) == (2000, 500, 50)
 

@@ -50,7 +50,7 @@ def test_json_is_one_document(finished_run):
     document = json.loads(done.stdout)
     assert set(document) >= {"experiment", "seconds", "variants", "version", "commit"}
     opted_out, private = document["variants"][1]["groups"]
-    assert set(private) >= {"name", "clients", "global_accuracy", "personal_accuracy"}
+    assert set(private["values"]) >= {"global/accuracy", "personal/accuracy"}
     assert (opted_out["unprotected"], opted_out["epsilon"]) == (True, "inf")
     assert private["epsilon"] > 0
 
@@ -136,9 +136,13 @@ def test_names_are_printed_as_they_are(width, capsys, monkeypatch):
         return Console(**(options | {"width": width}))  # type: ignore[arg-type]
 
     monkeypatch.setattr(_output, "Console", narrow)
-    groups = [GroupResult(name, 5, True, 0.0, 0.1, 1.0, 0.1, global_accuracy=0.5) for name in ("[b]one", "two")]
+    groups = [
+        GroupResult(name, 5, True, 0.0, 0.1, 1.0, 0.1, values={"global/accuracy": 0.5}) for name in ("[b]one", "two")
+    ]
     names = ["[/x] odd", "r=0.5, [bold]other"]
-    variants = [VariantResult(name, "fedhdp", 3, 1.0, False, groups, server_accuracy=0.625) for name in names]
+    variants = [
+        VariantResult(name, "fedhdp", 3, 1.0, False, groups, values={"global/accuracy": 0.625}) for name in names
+    ]
     _print_table([Summary("odd", 1.0, variants), replace(Summary("odd", 1.0, variants))])
     printed = capsys.readouterr().out
     assert all(name in printed for name in names)

@@ -12,6 +12,7 @@ from simulations import CHOSEN, MODEL, TRAINING, trained
 from fedhdp.data import Examples, hold_out
 from fedhdp.models import correct
 from fedhdp.results.metrics import group_rows
+from fedhdp.results.schema import ACCURACY
 from fedhdp.server import ServerOptimizer
 from fedhdp.simulation import simulate
 
@@ -32,29 +33,30 @@ def test_metrics_agree_with_a_plain_loop(data):
         for model, all_scores in scores.items():
             group_scores = np.array(all_scores)[simulation.group_K == number]
             assert rows[group.name, model, "accuracy"] == pytest.approx(np.mean(group_scores), abs=1e-6)
-            assert rows[group.name, model, "variance"] == pytest.approx(np.var(group_scores), abs=1e-6)
-            assert rows[group.name, model, "worst_decile"] == pytest.approx(min(group_scores), abs=1e-6)
+            assert rows[group.name, model, "accuracy_variance"] == pytest.approx(np.var(group_scores), abs=1e-6)
+            assert rows[group.name, model, "accuracy_worst_decile"] == pytest.approx(min(group_scores), abs=1e-6)
 
 
 @pytest.mark.slow
 def test_group_metrics_are_means_of_client_scores(data):
     data = data.with_levels(np.random.default_rng(0).permutation(group_by_group(CHOSEN)))
     result = simulate(data, MODEL, CHOSEN, TRAINING, ServerOptimizer(average=0.5), rounds=2, seed=3, noise_seed=1)
-    assert set(result.scores) == {"global", "personal", "average"}
+    assert set(result.scores) == {"global/accuracy", "personal/accuracy", "average/accuracy"}
     rows = {(r.group, r.model, r.metric): r.value for r in result.history}
-    for model, score_K in result.scores.items():
+    for key, score_K in result.scores.items():
+        model = key.split("/")[0]
         assert score_K.shape == (data.num_clients,)
         for group in CHOSEN.groups:
             group_scores = score_K[data.levels == group.name]
             assert rows[group.name, model, "accuracy"] == pytest.approx(group_scores.mean())
-            assert rows[group.name, model, "variance"] == pytest.approx(group_scores.var())
-    assert (result.scores["global"] != result.scores["personal"]).any()
+            assert rows[group.name, model, "accuracy_variance"] == pytest.approx(group_scores.var())
+    assert (result.scores["global/accuracy"] != result.scores["personal/accuracy"]).any()
 
 
 def test_worst_decile_of_thirty_clients_is_the_mean_of_three():
     score_K = np.random.default_rng(0).permutation(30) / 30
-    rows = {row.metric: row.value for row in group_rows(1, "global", ["all"], np.zeros(30, int), score_K)}
-    assert rows["worst_decile"] == pytest.approx(1 / 30)
+    rows = {row.metric: row.value for row in group_rows(1, "global", ACCURACY, ["all"], np.zeros(30, int), score_K)}
+    assert rows["accuracy_worst_decile"] == pytest.approx(1 / 30)
     assert rows["accuracy"] == pytest.approx(14.5 / 30)
 
 
@@ -89,7 +91,7 @@ def test_server_without_a_test_set(data):
     blind = data._replace(server_x_N=data.server_x_N[:0], server_y_N=data.server_y_N[:0])
     result = simulate(blind, MODEL, CHOSEN, TRAINING, rounds=1).result("x")
     assert result.server_accuracy is None
-    assert result.groups[0].global_accuracy is not None
+    assert result.groups[0].value("accuracy") is not None
 
 
 def test_nan_outputs_are_never_correct():

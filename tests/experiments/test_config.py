@@ -141,7 +141,7 @@ def test_each_group_keeps_its_epsilon_at_its_own_delta():
     groups = tuple(
         replace(private, name=name, epsilon=3.0, delta=delta, weight=1.0) for name, delta in (("a", None), ("b", 1e-6))
     )
-    mechanism = replace(tiny().mechanism, groups=groups).build(12, 1e-4)
+    mechanism = replace(tiny().mechanism, groups=groups).build(12, 1e-4, "pld")
     for group, delta in zip(mechanism.groups, (1e-4, 1e-6), strict=True):
         assert group.noise_multiplier > 0
         assert 2.97 <= gaussian_epsilon(group.noise_multiplier, group.sampling_rate, 12, delta, "pld") <= 3.0

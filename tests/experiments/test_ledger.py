@@ -87,7 +87,7 @@ def test_budget_stops_the_run(ledger, tmp_path):
 def test_progress_states_the_rounds_left(ledger, tmp_path):
     budget = Budget(20.0, 1e-4)
     experiment = charged(ledger, budgets={"private": budget}, rounds=4)
-    cost = privacy_costs(experiment.mechanism.build(4, experiment.delta))["private"]
+    cost = privacy_costs(experiment.build_mechanism())["private"]
     stated, expected = [], []
 
     def watch(progress: Progress) -> bool:

@@ -82,8 +82,8 @@ def test_replayed_rounds_are_charged_twice(tmp_path):
     (variant,) = resume(tmp_path / "run", keep_going).variants
     private = variant.groups[1]
     assert (variant.rounds, private.rounds) == (8, 8 + 6 + 4)
-    mechanism = experiment.variants[0].mechanism(experiment.mechanism.build(8, experiment.delta))
-    assert private.epsilon == accounting.epsilon(mechanism, 18, experiment.delta)["private"]
+    mechanism = experiment.variants[0].mechanism(experiment.build_mechanism())
+    assert private.epsilon == accounting.epsilon(mechanism, 18, experiment.delta, "pld")["private"]
     with RunDirectory.open(tmp_path / "run") as directory:
         assert max(row.round for row in directory.variant(variant.name).history()) == 8
 
@@ -152,8 +152,8 @@ def test_personal_models_on_disk_are_deleted_at_the_end(finished_run, tmp_path, 
     assert not list(directory.rglob("personal.bin"))
     in_memory, on_disk = (read_value(path / "summary.json", Summary) for path in (finished_run, directory))
     for first, second in zip(in_memory.variants, on_disk.variants, strict=True):
-        accuracies = [group.personal_accuracy for group in first.groups]
-        assert [group.personal_accuracy for group in second.groups] == pytest.approx(accuracies, abs=1e-4)
+        accuracies = [group.value("accuracy", "personal") for group in first.groups]
+        assert [group.value("accuracy", "personal") for group in second.groups] == pytest.approx(accuracies, abs=1e-4)
 
 
 def kill_when(ready: Callable[[], bool], *arguments: object) -> None:

@@ -34,7 +34,10 @@ def test_history_ends_in_the_summary(finished_run):
     last = {(row.group, row.model, row.metric): row.value for row in rows if row.round == 12}
     variant = summary_of(finished_run).variants[1]
     assert last["server", "global", "accuracy"] == variant.server_accuracy
-    assert last["private", "personal", "worst_decile"] == variant.groups[1].personal_worst_decile
+    assert (
+        last["private", "personal", "accuracy_worst_decile"]
+        == variant.groups[1].values["personal/accuracy_worst_decile"]
+    )
     assert not (finished_run / "fedhdp" / "checkpoint.npz").exists()
     names = {f"global/{layer}/{array}" for layer in ("first", "rest") for array in "bw"}
     assert set(read_arrays(finished_run / "fedhdp" / "model.npz")) == names
@@ -42,16 +45,22 @@ def test_history_ends_in_the_summary(finished_run):
 
 def test_scores_of_clients_average_to_the_table(finished_run):
     scores = read_arrays(finished_run / "fedhdp" / "scores.npz")
-    assert {name: array.shape for name, array in scores.items()} == {"global": (20,), "personal": (20,)}
+    assert {name: array.shape for name, array in scores.items()} == {
+        "global/accuracy": (20,),
+        "personal/accuracy": (20,),
+    }
     variant = summary_of(finished_run).variants[1]
     for group, clients in zip(variant.groups, (slice(0, 5), slice(5, 20)), strict=True):
-        assert scores["global"][clients].mean() == pytest.approx(group.global_accuracy, abs=1e-6)
-        assert scores["personal"][clients].mean() == pytest.approx(group.personal_accuracy, abs=1e-6)
+        assert scores["global/accuracy"][clients].mean() == pytest.approx(group.value("accuracy"), abs=1e-6)
+        assert scores["personal/accuracy"][clients].mean() == pytest.approx(
+            group.value("accuracy", "personal"), abs=1e-6
+        )
 
 
 def test_epsilon_of_a_group_is_kept(finished_run):
     private = summary_of(finished_run).variants[1].groups[1]
-    assert 7.9 < private.epsilon_pld <= 8.0
+    assert 7.9 < private.epsilon <= private.epsilon_target == 8.0
+    assert private.accountant == "pld"
     assert private.noise_multiplier > 0
 
 
@@ -60,10 +69,9 @@ def test_epsilon_is_stated_at_the_groups_delta(tmp_path):
     mechanism = replace(tiny().mechanism, groups=(open_group, replace(private, delta=1e-6)))
     experiment = tiny(mechanism=mechanism, rounds=2, variants=tiny().variants[1:])
     group = run(experiment, tmp_path / "run", keep_going).variants[0].groups[1]
-    cost = privacy_costs(mechanism.build(2, experiment.delta), 2)["private"]
+    cost = privacy_costs(experiment.build_mechanism(), 2)["private"]
     assert group.delta == 1e-6
-    assert group.epsilon == pytest.approx(compose([cost], 1e-6))
-    assert group.epsilon_pld == pytest.approx(compose([cost], 1e-6, "pld"))
+    assert group.epsilon == pytest.approx(compose([cost], 1e-6, "pld"))
 
 
 def test_progress_states_the_cost_of_the_rounds_so_far(tmp_path):
@@ -75,11 +83,11 @@ def test_progress_states_the_cost_of_the_rounds_so_far(tmp_path):
         return True
 
     run(experiment, tmp_path / "run", watch)
-    mechanism = experiment.variants[0].mechanism(experiment.mechanism.build(experiment.rounds, experiment.delta))
+    mechanism = experiment.variants[0].mechanism(experiment.build_mechanism())
     assert epsilons.pop(0) == {}
     assert list(epsilons) == list(range(1, 13))
     for rounds, epsilon in epsilons.items():
-        cost = compose([privacy_costs(mechanism, rounds)["private"]], experiment.delta)
+        cost = compose([privacy_costs(mechanism, rounds)["private"]], experiment.delta, "pld")
         assert epsilon == {"opted out": (math.inf, math.inf), "private": (cost, cost)}
     assert epsilons[1]["private"] < epsilons[4]["private"] < epsilons[12]["private"]
 
@@ -95,11 +103,13 @@ def test_variants_that_differ_in_pull_share_a_training(tmp_path):
     for model in others:
         for name in first:
             np.testing.assert_array_equal(first[name], model[name])
-    personal = {tuple(group.personal_accuracy for group in result.groups) for result in summary.variants}
+    personal = {tuple(group.value("accuracy", "personal") for group in result.groups) for result in summary.variants}
     assert len(personal) > 1
     for number, group in enumerate(summary.variants[0].groups):
-        assert group.chosen_accuracy is not None
-        assert {result.groups[number].chosen_accuracy for result in summary.variants} == {group.chosen_accuracy}
+        assert group.value("accuracy", "chosen") is not None
+        assert {result.groups[number].value("accuracy", "chosen") for result in summary.variants} == {
+            group.value("accuracy", "chosen")
+        }
 
 
 def test_variant_has_its_own_server_and_training(tmp_path):

@@ -95,7 +95,6 @@ def test_epsilon_is_at_the_delta_of_its_level(tmp_path):
     for group in (mid, strict):
         costs = ledger_costs(deployment, group.name)
         assert group.epsilon == pytest.approx(compose(costs, group.delta))
-        assert group.epsilon_pld == pytest.approx(compose(costs, group.delta, "pld"))
 
 
 def test_group_with_an_exhausted_budget_is_dropped(tmp_path):

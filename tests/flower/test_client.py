@@ -69,7 +69,7 @@ def test_reply_has_only_what_was_requested(tmp_path):
 def test_owner_can_forbid_scores(tmp_path, setting):
     deployment = make_deployment(tmp_path, levels=TWO_LEVELS, evaluate_every=1)
     (variant,) = run_plain(InProcessGrid([strict_node(tmp_path, scores=setting)]), deployment).variants
-    assert variant.groups[0].personal_accuracy is None
+    assert variant.groups[0].value("accuracy", "personal") is None
     assert variant.groups[0].refused == 0
 
 
@@ -78,7 +78,7 @@ def test_client_with_a_budget_sends_scores_only_if_configured(tmp_path, config, 
     node = strict_node(tmp_path, epsilon=1000.0, **config)
     deployment = make_deployment(tmp_path, levels=TWO_LEVELS, evaluate_every=1, **PRIVATE)
     (variant,) = run_plain(InProcessGrid([node]), deployment).variants
-    assert (variant.groups[0].global_accuracy is not None) == has_scores
+    assert (variant.groups[0].value("accuracy") is not None) == has_scores
 
 
 def test_fit_may_train_in_place(tmp_path):

@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedhdp[flower]'")
 
+from flower_app_files import write_app
 from flower_helpers import open_ledger
 
 from fedhdp.results.schema import Summary
@@ -22,77 +23,14 @@ from fedhdp.results.store import VariantDirectory, read_arrays, read_value
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "flower_app"))
-from demo import Fleet  # noqa: E402
+from fleet import Fleet  # noqa: E402
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
-
-PYPROJECT = """
-[project]
-name = "processes"
-version = "1.0.0"
-description = "For tests: a model of six numbers, clients that add a half, and some that misbehave."
-license = "Apache-2.0"
-dependencies = []
-
-[tool.flwr.app]
-publisher = "fedhdp"
-
-[tool.flwr.app.components]
-serverapp = "server_app:app"
-clientapp = "client_app:app"
-
-[tool.flwr.app.config]
-out = ""
-ledger = ""
-rounds = 3
-clip = 1.0
-min-available-clients = 1
-enroll-timeout-seconds = 30.0
-reply-timeout-seconds = 20.0
-levels.open.sampling-rate = 1.0
-levels.open.noise-multiplier = 0.0
-levels.strict.sampling-rate = 1.0
-levels.strict.noise-multiplier = 1.0
-"""
-SERVER_APP = """
-import numpy as np
-from fedhdp.flower import server_app
-
-app = server_app(lambda deployment: {"w": np.zeros((2, 3), np.float32)})
-"""
-CLIENT_APP = """
-import time
-from pathlib import Path
-from fedhdp.flower import Trainer, client_app
-
-
-def trainer(context):
-    config = context.node_config
-
-    def fit(parameters, personal, pull, round):
-        with open(Path(config["directory"]) / "rounds", "a") as rounds:
-            rounds.write(f"{round}\\n")
-        time.sleep(config.get("seconds", 0))
-        gate, deadline = config.get("gate"), time.monotonic() + 60
-        while gate and not Path(gate).exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        step = float("nan") if config.get("nan") else 0.5
-        return {"w": parameters["w"] + step}, {"w": personal["w"] + 0.25}
-
-    return Trainer(fit)
-
-
-app = client_app(trainer)
-"""
 
 
 @pytest.fixture
 def app(tmp_path) -> Path:
-    folder = tmp_path / "app"
-    folder.mkdir()
-    for name, text in {"pyproject.toml": PYPROJECT, "server_app.py": SERVER_APP, "client_app.py": CLIENT_APP}.items():
-        (folder / name).write_text(text)
-    return folder
+    return write_app(tmp_path / "app")
 
 
 class Site:
@@ -145,7 +83,7 @@ def saved_personal(directory: Path) -> list[np.ndarray]:
 def test_run_survives_failing_clients(tmp_path, app):
     """One client is killed, one sends NaN, one is restarted, and one comes late and chooses no level."""
     gate = tmp_path / "gate"
-    with Fleet(tmp_path / "fleet") as fleet:
+    with Fleet(tmp_path) as fleet:
         fleet.superlink()
         site = Site(tmp_path, app, fleet)
         killed = site.node("killed", wait=False, privacy="open", seconds=60)
@@ -183,7 +121,7 @@ def test_run_survives_failing_clients(tmp_path, app):
 
 
 def test_killed_server_resumes_and_charges_every_round(tmp_path, app):
-    with Fleet(tmp_path / "fleet") as fleet:
+    with Fleet(tmp_path) as fleet:
         fleet.superlink()
         site = Site(tmp_path, app, fleet)
         clients = [site.node(name, wait=name == "ben", privacy="strict", seconds=1) for name in ("anna", "ben")]

@@ -30,7 +30,7 @@ def delta_of(group: str) -> float:
 
 
 def run_billing(ledger: Ledger | None, **options) -> RunBilling:
-    defaults = {"repeatable": False, "on_exhausted": "stop", "delta_of": delta_of}
+    defaults = {"repeatable": False, "on_exhausted": "stop", "delta_of": delta_of, "accountant": "rdp"}
     return RunBilling(MECHANISM, ledger, "run", **(defaults | options))
 
 
@@ -96,7 +96,8 @@ def test_an_exhausted_group_is_dropped_from_every_mechanism(ledger):
 def test_rounds_left_without_the_noise_of_a_dropped_group(ledger):
     lax, strict, opted_out = MECHANISM.groups
     covered = replace(MECHANISM, groups=(replace(lax, weight=0.05), strict, opted_out))  # by the noise of strict
-    billing = RunBilling(covered, ledger, "run", repeatable=False, on_exhausted="drop_group", delta_of=delta_of)
+    options = {"repeatable": False, "on_exhausted": "drop_group", "delta_of": delta_of, "accountant": "rdp"}
+    billing = RunBilling(covered, ledger, "run", **options)
     ledger.lower_budget("lax", SMALL)
     ledger.lower_budget("strict", Budget(0.0, 1e-5))
     assert billing.charge_next([covered]) == [drop_groups(covered, ["strict"])]

@@ -73,7 +73,7 @@ def test_an_unknown_epsilon_is_never_enough_noise():
 
 def test_a_search_without_result_ends():
     with raises_field("epsilon"):
-        noise_multiplier_for(0.001, 0.01, 100, 1e-9)
+        noise_multiplier_for(0.001, 0.01, 100, 1e-9, "rdp")
     with raises_field("rounds"):
         noise_multiplier_for(1.0, 0.01, 10**9, 1e-5, "pld")
 
@@ -116,7 +116,7 @@ def test_build_calibrates_each_group_at_its_own_delta():
         GroupConfig("fixed", 10, sampling_rate=0.1, noise_multiplier=1.5),
     )
     config = MechanismConfig(groups, clip=1.0, noise="per_group")
-    mechanism = config.build(rounds=50, delta=1e-4)
+    mechanism = config.build(rounds=50, delta=1e-4, accountant="pld")
     assert [group.noise_multiplier for group in config.uncalibrated().groups] == [0, 0, 0, 1.5]
     assert mechanism.groups[0].opted_out
     assert mechanism.groups[3] == groups[3].uncalibrated()

@@ -76,8 +76,12 @@ def test_gain_of_opting_out():
 def two_groups() -> list[GroupResult]:
     """100 opted-out clients with accuracy 0.9, 300 private ones with 0.7."""
     return [
-        GroupResult(OPTED_OUT, 100, True, *(0.0,) * 4, global_accuracy=0.9, global_variance=0.01),
-        GroupResult(PRIVATE, 300, False, *(0.0,) * 4, global_accuracy=0.7, global_variance=0.03),
+        GroupResult(
+            OPTED_OUT, 100, True, *(0.0,) * 4, values={"global/accuracy": 0.9, "global/accuracy_variance": 0.01}
+        ),
+        GroupResult(
+            PRIVATE, 300, False, *(0.0,) * 4, values={"global/accuracy": 0.7, "global/accuracy_variance": 0.03}
+        ),
     ]
 
 
@@ -87,7 +91,7 @@ def test_missing_epsilons_are_computed(tmp_path):
     assert costs["paper"].epsilon == pytest.approx(22.4, abs=0.1)
     assert "fixed cohorts without replacement, replace one client" in costs["paper"].basis
     assert costs["paper"].poisson_epsilon == pytest.approx(3.608, abs=1e-3)
-    assert costs["pld"].epsilon_pld == pytest.approx(extensions.EPSILON, abs=0.01)
+    assert costs["pld"].epsilon == pytest.approx(extensions.EPSILON, abs=0.01)
     assert costs["pld"].poisson_epsilon is None
     notes = " ".join(footnotes(comparison))
     assert "with Poisson sampling at the same noise 3.61" in notes

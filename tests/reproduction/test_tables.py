@@ -63,7 +63,7 @@ def test_hyper_parameters_are_the_papers(name, noise, epochs, rate, clip):
     assert (experiment.mechanism.clip.initial, private.noise_multiplier) == (clip, noise)
     assert opted_out.clients == round(0.05 * TABLES[name].clients)
     assert experiment.mechanism.sampling == "fixed"
-    epsilon = gaussian_epsilon(noise, private.sampling_rate, experiment.rounds, experiment.delta)
+    epsilon = gaussian_epsilon(noise, private.sampling_rate, experiment.rounds, experiment.delta, "rdp")
     assert round(epsilon, 1) == TABLES[name].epsilon
 
 

@@ -7,19 +7,21 @@ import math
 from helpers import raises_field
 from msgspec.structs import replace
 
-from fedhdp.results.schema import GroupResult, VariantResult
+from fedhdp.results.schema import ACCURACY, GroupResult, MetricInfo, VariantResult
 from fedhdp.results.tables import footnotes, format_table, table_cells
 
 
 def group(name: str, **fields: object) -> GroupResult:
     """An unprotected group with accuracy 0.5 and variance 0.01."""
-    defaults = {"epsilon": math.inf, "global_accuracy": 0.5, "global_variance": 0.01}
+    values = {"global/accuracy": 0.5, "global/accuracy_variance": 0.01} | fields.pop("values", {})
+    defaults = {"epsilon": math.inf, "values": values}
     return GroupResult(name, 5, True, 0.0, 0.1, 1.0, 0.1, **(defaults | fields))  # type: ignore[arg-type]
 
 
 def variant(*groups: GroupResult, **fields: object) -> VariantResult:
     """A variant of two groups."""
-    defaults = {"repeatable": False, "groups": list(groups or (group("a"), group("b"))), "server_accuracy": 0.5}
+    values = {"global/accuracy": 0.5} | fields.pop("values", {})
+    defaults = {"repeatable": False, "groups": list(groups or (group("a"), group("b"))), "values": values}
     return VariantResult("plain", "fedhdp", 3, 1.0, **(defaults | fields))  # type: ignore[arg-type]
 
 
@@ -30,10 +32,24 @@ def test_columns_without_personal_models():
 
 
 def test_columns_of_averaged_and_chosen_models():
-    groups = [group(name, chosen_accuracy=0.75, chosen_variance=0.02) for name in "ab"]
-    header, (row,) = table_cells([variant(*groups, server_average_accuracy=0.625)])
+    chosen = {"chosen/accuracy": 0.75, "chosen/accuracy_variance": 0.02}
+    groups = [group(name, values=chosen) for name in "ab"]
+    header, (row,) = table_cells([variant(*groups, values={"average/accuracy": 0.625})])
     assert header == ["algorithm", "Acc_g", "Acc_avg", "g: b", "g: a", "Δ_g", "c: b", "c: a", "Δ_c", "ε b", "ε a"]
     assert (row[2], row[6], row[8]) == ("62.50", "75.00 (2.00)", "0.00")
+
+
+def test_columns_of_an_error():
+    errors = {"a": 12.345678, "b": 1234.5678}
+    groups = [group(name, values={"global/mse": error, "global/mse_variance": 0.25}) for name, error in errors.items()]
+    metrics = (MetricInfo("mse", higher_is_better=False), ACCURACY)
+    table = [variant(*groups, values={"global/mse": 0.5}, metrics=metrics)]
+    header, (row,) = table_cells(table)
+    assert header[:5] == ["algorithm", "mse_g", "g: b", "g: a", "Δ_g"]
+    assert row[1:5] == ["0.5", "1235 (0.25)", "12.35 (0.25)", "1222"]  # a is the better off
+    assert table_cells(table, metric="accuracy") == table_cells([variant(*groups)])
+    with raises_field("metric"):
+        table_cells(table, metric="auc")
 
 
 def test_epsilon_cells():
@@ -44,15 +60,15 @@ def test_epsilon_cells():
 
 
 def test_several_seeds_are_means():
-    seeds = [[replace(variant(), server_accuracy=accuracy)] for accuracy in (0.5, 0.6, 0.7)]
+    seeds = [[variant(values={"global/accuracy": accuracy})] for accuracy in (0.5, 0.6, 0.7)]
     _, (row,) = table_cells(seeds[0], other_seeds=seeds[1:])
     assert row[1] == "60.00 ±24.84"
 
 
 def test_footnotes():
-    first = group("a", epsilon=1.2, epsilon_pld=1.1, epsilon_basis="delta 1e-05", refused=2)
+    first = group("a", epsilon=1.2, epsilon_basis="delta 1e-05", refused=2)
     notes = footnotes([variant(first, stopped="budget"), replace(variant(first), name="other", repeatable=True)])
-    assert notes[0] == "ε a = 1.200, by PLD 1.100: delta 1e-05 [plain; other]"
+    assert notes[0] == "ε a = 1.200: delta 1e-05 [plain; other]"
     assert notes[1] == "plain: stopped after round 3: budget"
     assert len(notes) == 5
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers import group_by_group
 from msgspec.structs import replace
 from simulations import CHOSEN, MODEL, TRAINING, same, trained
 

@@ -36,4 +36,4 @@ def test_simulate_ends_and_evaluates_where_on_round_returns_false(data):
     result = simulate(data, MODEL, CHOSEN, TRAINING, rounds=5, noise_seed=1, on_round=lambda _: False)
     assert result.rounds == 1
     assert {row.round for row in result.history} == {1}
-    assert np.isfinite(result.scores["global"]).all()
+    assert np.isfinite(result.scores["global/accuracy"]).all()

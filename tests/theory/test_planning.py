@@ -22,10 +22,10 @@ def planned():
 
 def test_levels_get_their_target_epsilons(planned):
     assert [level.clients for level in planned.levels] == [100, 700, 1200]
-    assert epsilon(planned.mechanism, 500, 1e-4, "pld") == {level.name: level.epsilon_pld for level in planned.levels}
+    assert epsilon(planned.mechanism, 500, 1e-4, "pld") == {level.name: level.epsilon for level in planned.levels}
     for level, share in zip(planned.levels, LEVELS, strict=True):
-        assert level.epsilon_pld <= share.epsilon
-        assert level.opted_out or level.epsilon_pld >= 0.99 * share.epsilon
+        assert level.epsilon <= share.epsilon
+        assert level.opted_out or level.epsilon >= 0.99 * share.epsilon
 
 
 @pytest.mark.parametrize("noise", ["shared", "per_group"])

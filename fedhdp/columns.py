@@ -1,0 +1,375 @@
+"""Columns of a table as a model's inputs: numbers, standardized if asked for, and categories, one input for each value.
+
+A column's mean, its deviation and the values that occur in it are statistics. Those of private clients are never used: no
+noise is added to them, so no epsilon would cover them. Statistics are numbers that the caller gives, or are taken from
+rows that the caller names: those of clients who opted out, or the server's.
+
+Axis letters: N rows, F inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import numpy as np
+
+from fedhdp.errors import DataError
+from fedhdp.rows import Partition, as_array, is_missing, partition_rows, refuse_missing, share_or_arrays
+
+Columns = Mapping[str, np.ndarray]
+Moments = tuple[float, float]  # mean and standard deviation
+Standardize = Literal["none", "public", "server"] | Mapping[str, Moments]
+
+
+def read_columns(frame: Any) -> dict[str, np.ndarray]:
+    """The columns of a table by name, as arrays.
+
+    Args:
+        frame: A data frame of pandas or polars, a table of pyarrow, or a mapping of names to arrays.
+
+    Raises:
+        DataError: If it is none of these, or a name occurs twice.
+    """
+    names = getattr(frame, "column_names", None)  # pyarrow
+    if names is None:
+        names = list(frame) if isinstance(frame, Mapping) else getattr(frame, "columns", None)
+    if names is None:
+        raise DataError(
+            f"frame must be a table with columns, got {type(frame).__name__}", "frame", type(frame).__name__
+        )
+    names = [str(name) for name in names]
+    for name in {name for name in names if names.count(name) > 1}:
+        raise DataError(f"frame must have each column once, got {name!r} twice", "frame", name)
+    columns = {name: _plain(as_array(frame[name], name), name) for name in names}
+    sizes = {len(column) for column in columns.values()}
+    if len(sizes) != 1 or not max(sizes):
+        raise DataError(f"frame must have columns of one length, with one row or more, got {sorted(sizes)}", "frame")
+    return columns
+
+
+def _plain(cells_N: np.ndarray, name: str) -> np.ndarray:
+    """Objects that are numbers or arrays, none of them missing, as one array."""
+    cells = cells_N.tolist() if cells_N.dtype.kind == "O" else []
+    if any(isinstance(cell, list | np.ndarray) for cell in cells):
+        shapes = {np.shape(cell) for cell in cells if isinstance(cell, list | np.ndarray)} or {()}
+        if len(shapes) > 1 or not all(isinstance(cell, list | np.ndarray) for cell in cells):
+            raise DataError(f"{name} must have one shape in all rows, got {sorted(shapes)}", name, sorted(shapes))
+        return np.stack(cells)
+    if not cells or any(isinstance(cell, str | bytes) or is_missing(cell) for cell in cells):
+        return cells_N
+    number_N = as_array(cells, name)
+    return number_N if number_N.dtype.kind in "biuf" else cells_N
+
+
+def huggingface_columns(dataset: Any, names: Sequence[str] | None) -> Any:
+    """The columns of a ``datasets.Dataset``, decoded to arrays; anything else as it is.
+
+    Raises:
+        DataError: If the rows of a column differ in shape.
+    """
+    if not hasattr(dataset, "with_format"):
+        return dataset
+    selected = dataset if names is None else dataset.select_columns([n for n in names if n in dataset.column_names])
+    return {name: as_array(values, name) for name, values in selected.with_format("numpy")[:].items()}
+
+
+def torch_arrays(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The inputs and targets of a map-style PyTorch dataset.
+
+    Raises:
+        DataError: If it has no length, or its examples are no pairs of one shape.
+    """
+    if not hasattr(dataset, "__len__"):
+        kind = type(dataset).__name__
+        raise DataError(f"dataset must be map-style, with a length, got {kind}", "dataset", kind)
+    pairs = [dataset[row] for row in range(len(dataset))]
+    try:
+        x_N, y_N = ([np.asarray(value) for value in values] for values in zip(*pairs, strict=True))
+        return np.stack(x_N), np.stack(y_N)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"dataset must have pairs (x, y) of one shape: {error}", "dataset") from error
+
+
+def column(columns: Columns, name: str, field: str) -> np.ndarray:
+    """The column that a field names.
+
+    Raises:
+        DataError: If there is none.
+    """
+    if name in columns:
+        return columns[name]
+    similar = get_close_matches(name, columns, 1)
+    hint = f"did you mean {similar[0]!r}?" if similar else f"columns are {', '.join(columns)}"
+    raise DataError(f"{field} must be a column of the table, got {name!r}; {hint}", field, name)
+
+
+class TableArrays(NamedTuple):
+    """A table as arrays: the arguments of `FederatedData.from_arrays`, and how inputs were made."""
+
+    x: np.ndarray
+    y: np.ndarray
+    client: np.ndarray
+    level: Any
+    test: Any
+    server: Any
+    preparation: str
+
+
+def table_arrays(
+    frame: Any,
+    client: str,
+    label: str,
+    level: str | Mapping[Any, str] | None,
+    test: Any,
+    server: Any,
+    features: Sequence[str] | None,
+    categories: Mapping[str, Sequence[Any]] | None,
+    fill: Mapping[str, Any] | None,
+    standardize: Standardize,
+    public: Sequence[str],
+    seed: int,
+) -> TableArrays:
+    """Turn a table, and others with test examples, into arrays; arguments as in `FederatedData.from_dataframe`.
+
+    Raises:
+        DataError: If a column or a cell cannot be used.
+    """
+    columns = read_columns(frame)
+    test_share, test_columns = _share_or_table("test", test)
+    server_share, server_columns = _share_or_table("server", server)
+    for field, name in (("client", client), ("label", label)):
+        refuse_missing(column(columns, name, field), name)
+    level_N = column(columns, level, "level") if isinstance(level, str) else level
+    if features is None:
+        features = [name for name in columns if name not in (client, label, level)]
+    if not features:
+        raise DataError("features must be one column or more beside client, label and level, got none", "features", [])
+    source, preparation = None, ""
+    if standardize == "public":
+        rows = partition_rows(columns[client], level_N, test_share, server_share, seed)
+        source, preparation = _public_rows(columns, rows, public)
+    elif standardize == "server":
+        if server_columns is None:
+            raise DataError("standardize = 'server' needs a table of the server's examples", "standardize", standardize)
+        source, preparation = server_columns, f"standardized by the server's {len(server_columns[label])} examples"
+    elif not isinstance(standardize, Mapping) and standardize != "none":
+        rule = "none, public, server, or a mean and a deviation for each column"
+        raise DataError(f"standardize must be {rule}, got {standardize!r}", "standardize", standardize)
+    moments = standardize if isinstance(standardize, Mapping) else None
+    if moments:
+        preparation = "standardized by given means and deviations"
+    encoder = make_encoder(columns, features, categories, fill, moments, source)
+
+    def pair(part: Columns) -> tuple[np.ndarray, np.ndarray]:
+        refuse_missing(column(part, label, "label"), label)
+        y_N = part[label]
+        return encoder.encode(part), y_N[:, None] if y_N.dtype.kind == "f" and y_N.ndim == 1 else y_N
+
+    x_N, y_N = pair(columns)
+    with _errors_in("test"):
+        test = test_share if test_columns is None else (*pair(test_columns), column(test_columns, client, "client"))
+    with _errors_in("server"):
+        server = server_share if server_columns is None else pair(server_columns)
+    return TableArrays(x_N, y_N, columns[client], level_N, test, server, preparation)
+
+
+@contextmanager
+def _errors_in(table: str) -> Iterator[None]:
+    """Let errors name the table that they are in."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{table}: {error}", error.field, error.value) from error
+
+
+def _share_or_table(field: str, value: Any) -> tuple[float, dict[str, np.ndarray] | None]:
+    if value is None or isinstance(value, int | float):
+        return share_or_arrays(field, value, ())[0], None
+    return 0.0, read_columns(value)
+
+
+def _public_rows(columns: Columns, rows: Partition, public: Sequence[str]) -> tuple[Columns, str]:
+    """The training rows of clients whose level is public, and a sentence about them."""
+    if rows.levels is None or not public:
+        raise DataError("standardize = 'public' needs levels, and a level that opted out", "standardize", "public")
+    is_public_K = np.isin(rows.levels, list(public))
+    row_N = rows.train_N[is_public_K[rows.client_N[rows.train_N]]]
+    if not len(row_N):
+        names, values = ", ".join(public), sorted(set(rows.levels.tolist()))
+        raise DataError(f"standardize = 'public' needs clients with level {names}, levels are {values}", "standardize")
+    about = f"the {len(row_N)} training examples of clients who opted out ({', '.join(public)})"
+    preparation = f"standardized by {about}; no epsilon covers these statistics"
+    return {name: cells_N[row_N] for name, cells_N in columns.items()}, preparation
+
+
+class Encoder(NamedTuple):
+    """How columns become inputs.
+
+    Attributes:
+        features: The columns, in order.
+        values: The values of each categorical column.
+        moments: Mean and deviation of each column that is standardized.
+        fill: What replaces a missing value, by column.
+        closed: The categorical columns in which another value is an error. In others, all of its inputs are 0.
+    """
+
+    features: tuple[str, ...]
+    values: dict[str, tuple[str, ...]]
+    moments: dict[str, Moments]
+    fill: dict[str, Any]
+    closed: frozenset[str]
+
+    def encode(self, columns: Columns) -> np.ndarray:
+        """The inputs [N, F] of a table's rows.
+
+        Raises:
+            DataError: If a column or a value is missing, or a value is no number or none of its category.
+        """
+        inputs = []
+        if len(self.features) == 1 and (only := column(columns, self.features[0], "features")).ndim > 1:
+            return only
+        for name in self.features:
+            cells_N = _filled(column(columns, name, "features"), self.fill, name)
+            if name in self.values:
+                inputs += self._one_hot(cells_N, name)
+            else:
+                mean, deviation = self.moments.get(name, (0.0, 1.0))
+                inputs.append((_numbers(cells_N, name) - mean) / deviation)
+        return np.stack(inputs, axis=1).astype(np.float32)
+
+    def _one_hot(self, cells_N: np.ndarray, name: str) -> list[np.ndarray]:
+        texts_N = _texts(cells_N, name)
+        if name in self.closed:
+            for row in np.flatnonzero(~np.isin(texts_N, self.values[name])).tolist():
+                _refuse(name, f"one of {', '.join(self.values[name])}", str(texts_N[row]), row)
+        return [texts_N == value for value in self.values[name]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each input."""
+        values = [[f"{name}={value}" for value in self.values.get(name, ())] or [name] for name in self.features]
+        return tuple(name for names in values for name in names)
+
+
+def make_encoder(
+    columns: Columns,
+    features: Sequence[str],
+    categories: Mapping[str, Sequence[Any]] | None = None,
+    fill: Mapping[str, Any] | None = None,
+    moments: Mapping[str, Moments] | None = None,
+    source: Columns | None = None,
+) -> Encoder:
+    """Decide how columns become inputs.
+
+    Args:
+        columns: The table; only the types of its columns are used.
+        features: The columns that become inputs.
+        categories: The values of categorical columns.
+        fill: What replaces a missing value, by column.
+        moments: Mean and standard deviation of columns to standardize.
+        source: Rows whose statistics may be used, for the moments of all numeric columns and for the values of
+            categorical columns that are not in ``categories``.
+
+    Raises:
+        DataError: If a field names no feature, or the values of a column of text are not known.
+    """
+    _check_options(features, categories or {}, fill or {}, moments or {})
+    values = {name: tuple(map(str, values)) for name, values in (categories or {}).items()}
+    fill, numbers = dict(fill or {}), dict(moments or {})
+    for name in features:
+        cells_N = column(columns, name, "features")
+        if name in values or cells_N.ndim > 1:
+            continue
+        if _is_text(cells_N) and source is None:
+            value = next(cell for cell in cells_N.tolist() if not is_missing(cell))
+            rule = f"a number, unless categories.{name} lists its values"
+            _refuse(name, rule, value, cells_N.tolist().index(value))
+        if source is None:
+            continue
+        source_N = _filled(column(source, name, "features"), fill, name)
+        if _is_text(cells_N):
+            values[name] = tuple(np.unique(_texts(source_N, name)).tolist())
+        else:
+            number_N = _numbers(source_N, name)
+            numbers[name] = (float(number_N.mean()), float(number_N.std()) or 1.0)
+    return Encoder(tuple(features), values, numbers, fill, closed=frozenset(categories or ()))
+
+
+def _check_options(
+    features: Sequence[str],
+    categories: Mapping[str, Sequence[Any]],
+    fill: Mapping[str, Any],
+    moments: Mapping[str, Moments],
+) -> None:
+    """Raise `DataError` if an option names no feature, or moments are out of range."""
+    for field, names in (("categories", categories), ("fill", fill), ("standardize", moments)):
+        for name in names:
+            if name not in features:
+                raise DataError(f"{field} must name features ({', '.join(features)}), got {name!r}", field, name)
+    for name, (mean, deviation) in moments.items():
+        if name in categories:
+            raise DataError(f"standardize must name columns of numbers, got {name!r} of text", "standardize", name)
+        if not (np.isfinite(mean) and 0 < deviation < np.inf):
+            value = [mean, deviation]
+            raise DataError(f"standardize.{name} must be a mean and a deviation above 0, got {value}", name, value)
+
+
+def _is_text(cells_N: np.ndarray) -> bool:
+    """Whether a column has text that is no number; one that has both has wrong cells."""
+    if cells_N.dtype.kind not in "OUS":
+        return False
+    cells = [cell for cell in cells_N.tolist() if not is_missing(cell)]
+    return bool(cells) and all(isinstance(cell, str | bytes) and not _is_number(cell) for cell in cells)
+
+
+def _is_number(cell: Any) -> bool:
+    try:
+        float(cell)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _filled(cells_N: np.ndarray, fill: Mapping[str, Any], name: str) -> np.ndarray:
+    if name not in fill:
+        return cells_N
+    return np.array([fill[name] if is_missing(cell) else cell for cell in cells_N.tolist()], object)
+
+
+def _numbers(cells_N: np.ndarray, name: str) -> np.ndarray:
+    """Cells as finite numbers."""
+    if cells_N.ndim != 1 or cells_N.dtype.kind not in "biufOUS":
+        kind = f"{cells_N.dtype} {cells_N.shape}"
+        raise DataError(f"{name} must be a column of numbers or text, got {kind}", name, kind)
+    if cells_N.dtype.kind in "OUS":
+        for row, cell in enumerate(cells_N.tolist()):
+            if is_missing(cell):
+                _refuse_missing_cell(name, row)
+            if not _is_number(cell):
+                _refuse(name, "a number", cell, row)
+    number_N = cells_N.astype(np.float64)
+    for row in np.flatnonzero(~np.isfinite(number_N)).tolist():
+        if np.isnan(number_N[row]):
+            _refuse_missing_cell(name, row)
+        _refuse(name, "finite", float(number_N[row]), row)
+    return number_N
+
+
+def _texts(cells_N: np.ndarray, name: str) -> np.ndarray:
+    """Cells of a category as text."""
+    for row, cell in enumerate(cells_N.tolist()):
+        if is_missing(cell):
+            _refuse_missing_cell(name, row)
+    return cells_N.astype(str)
+
+
+def _refuse_missing_cell(name: str, row: int) -> NoReturn:
+    message = f"{name} is missing in row {row + 1}; fill.{name} can state a value for missing ones"
+    raise DataError(message, name, None)
+
+
+def _refuse(name: str, rule: str, value: object, row: int) -> NoReturn:
+    raise DataError(f"{name} must be {rule}, got {value!r} in row {row + 1}", name, value)

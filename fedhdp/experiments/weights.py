@@ -1,0 +1,37 @@
+"""The number of a model's parameters, on which the theory's weights depend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from fedhdp.data import FederatedData
+from fedhdp.experiments.components import DataConfig, FemnistConfig, HandwritingConfig, MnistConfig, ModelConfig
+
+PIXELS = 28 * 28
+
+
+def has_known_shape(data: DataConfig) -> bool:
+    """Whether the numbers of inputs and classes are known without the data."""
+    return isinstance(data, HandwritingConfig | FemnistConfig | MnistConfig)
+
+
+def count_parameters(data: DataConfig, model: ModelConfig, load: Callable[[], FederatedData]) -> int:
+    """Count the parameters of a model, without initializing it; data are loaded only if their shape is not known.
+
+    Args:
+        data: The data, which has the numbers of inputs and classes.
+        model: The model.
+        load: Loads the data.
+    """
+    import jax
+
+    if isinstance(data, HandwritingConfig | FemnistConfig):
+        inputs, classes = PIXELS, int(data.classes)
+    elif isinstance(data, MnistConfig):
+        inputs, classes = PIXELS, 10
+    else:
+        loaded = load()
+        inputs, classes = math.prod(loaded.input_shape), loaded.classes
+    shapes = jax.eval_shape(model.build(inputs, classes).init, jax.random.key(0))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))

@@ -1,0 +1,212 @@
+"""Runs read back from their directories: single runs, folders of several runs, and deployments.
+
+A folder of several runs has a ``runs.json`` that lists them: one for each seed, or for each value of a swept key.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fedhdp.errors import RunError
+from fedhdp.results.schema import MetricRow, Summary, VariantResult
+from fedhdp.results.store import (
+    EXPERIMENT_FILE,
+    RESULT_FILE,
+    RUNS_FILE,
+    SUMMARY_FILE,
+    DamagedRunError,
+    VariantDirectory,
+    read_value,
+    slug,
+)
+
+SEEDS = ("seed", "noise_seed")  # the settings in which repetitions of a run differ
+NAMES = ("name", "about")
+GROUP_SETTINGS = ("clients", "sampling_rate", "noise_multiplier", "weight", "pull")
+
+
+class RunEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run of a folder of several: its directory below the folder, its seed, and what a sweep changed."""
+
+    path: str
+    seed: int
+    changes: dict[str, Any] = {}
+
+
+class RunsInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of ``runs.json``."""
+
+    experiment_sha256: str
+    runs: list[RunEntry]
+
+
+class StoredVariant:
+    """A variant of a stored run.
+
+    Attributes:
+        result: Its result.
+        settings: What it was run with, by dotted key: the experiment's settings with the variant's changes, and each
+            group's numbers in the mechanism that was run, such as ``mechanism.groups.private.weight``.
+    """
+
+    def __init__(self, result: VariantResult, settings: dict[str, Any], path: Path):
+        self.result, self.settings, self._path = result, settings, path
+
+    @cached_property
+    def history(self) -> list[MetricRow]:
+        """The measurements of all rounds."""
+        return VariantDirectory(self._path).history()
+
+    @property
+    def last(self) -> list[MetricRow]:
+        """The measurements of the last evaluation."""
+        last = max((row.round for row in self.history), default=0)
+        return [row for row in self.history if row.round == last]
+
+
+class StoredRun:
+    """The results in a run's directory.
+
+    Attributes:
+        path: The directory.
+        experiment: The name of the experiment.
+        seeds: Its seeds, by key.
+        settings: Its other settings, by dotted key.
+        variants: Its variants that have results.
+        unfinished: The names of the others.
+        identity: Equal in runs that differ in their seeds alone.
+
+    Raises:
+        RunError: If there are no results yet.
+        DamagedRunError: If a file is damaged.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        raw = _read_toml(path / EXPERIMENT_FILE)
+        self.experiment = str(raw.get("name", path.name))
+        self.seeds = {key: raw[key] for key in SEEDS if key in raw}
+        self.identity = repr({key: raw[key] for key in sorted(raw) if key not in SEEDS})
+        self.settings = flatten({key: raw[key] for key in raw if key not in (*SEEDS, *NAMES, "variants")})
+        self._changes = {row["name"]: row for row in raw.get("variants", ())}
+        results = self._results()
+        self.unfinished = [name for name in self._changes if name not in {result.name for result in results}]
+        if not results:
+            raise _without_results(path)
+        self.variants = [StoredVariant(r, self._settings(r), path / slug(r.name)) for r in results]
+
+    def _results(self) -> list[VariantResult]:
+        if (self.path / SUMMARY_FILE).exists():
+            return read_value(self.path / SUMMARY_FILE, Summary).variants
+        files = [self.path / slug(name) / RESULT_FILE for name in self._changes]
+        return [read_value(file, VariantResult) for file in files if file.exists()]
+
+    def _settings(self, result: VariantResult) -> dict[str, Any]:
+        settings = self.settings | {"algorithm": result.algorithm}
+        for key, value in self._changes.get(result.name, {}).items():
+            prefix = {"noise": "mechanism.noise", "sampling": "mechanism.sampling"}.get(key, key)
+            if key in ("training", "server", "noise", "sampling"):
+                settings |= flatten(value, prefix)
+        for group in result.groups:
+            prefix = f"mechanism.groups.{group.name}"
+            settings |= {f"{prefix}.{key}": getattr(group, key) for key in GROUP_SETTINGS}
+            settings.setdefault(f"{prefix}.epsilon", group.epsilon)
+        return settings
+
+
+class RepeatedRun:
+    """Runs that differ in their seeds alone.
+
+    Attributes:
+        label: Their name in tables.
+        runs: One for each seed.
+    """
+
+    def __init__(self, label: str, runs: Sequence[StoredRun]):
+        self.label, self.runs = label, list(runs)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings, without seeds."""
+        return self.runs[0].settings
+
+    def variants(self) -> list[list[StoredVariant]]:
+        """For each variant, its results with all seeds that have one."""
+        by_name: dict[str, list[StoredVariant]] = {}
+        for run in self.runs:
+            for variant in run.variants:
+                by_name.setdefault(variant.result.name, []).append(variant)
+        return list(by_name.values())
+
+
+def read_runs(directories: Iterable[Path]) -> list[RepeatedRun]:
+    """Read the runs in these directories; those that differ in their seeds alone are one.
+
+    Raises:
+        RunError: If a directory has no run, or no results.
+        DamagedRunError: If its files are damaged.
+    """
+    by_identity: dict[str, dict[str, list[StoredRun]]] = {}
+    for directory in dict.fromkeys(directories):
+        for label, run in _read_directory(directory):
+            by_identity.setdefault(run.identity, {}).setdefault(label, []).append(run)
+    repeated = []
+    for by_label in by_identity.values():
+        runs = [run for labelled in by_label.values() for run in labelled]
+        if len({tuple(run.seeds.items()) for run in runs}) == len(runs):
+            repeated.append(RepeatedRun(next(iter(by_label)), runs))
+        else:  # the same seed twice: other noise, or the same run again
+            repeated += [RepeatedRun(label, labelled) for label, labelled in by_label.items()]
+    return repeated
+
+
+def _read_directory(directory: Path) -> list[tuple[str, StoredRun]]:
+    """The runs of a directory, each with its label: the directory without the seed's part."""
+    if (directory / EXPERIMENT_FILE).is_file() and not (directory / RUNS_FILE).exists():
+        return [(str(directory), StoredRun(directory))]
+    if not (directory / RUNS_FILE).exists():
+        message = f"{directory} has no run: it has neither {EXPERIMENT_FILE} nor {RUNS_FILE}"
+        raise RunError(message, "DIR", str(directory))
+    runs = []
+    for entry in read_value(directory / RUNS_FILE, RunsInfo).runs:
+        path = directory / entry.path
+        if (path / SUMMARY_FILE).exists():
+            runs.append((str(path.parent if path.name.startswith("seed-") else path), StoredRun(path)))
+    if not runs:
+        raise _without_results(directory)
+    return runs
+
+
+def _without_results(directory: Path) -> RunError:
+    hint = f"to resume it: fedhdp run --resume {directory}"
+    return RunError(f"{directory} has no results yet; {hint}", "DIR", str(directory))
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DamagedRunError(f"{path} is damaged: {error}") from error
+
+
+def differing_settings(runs: Sequence[RepeatedRun]) -> dict[str, list[Any]]:
+    """The settings in which runs differ, each with its value in every run; None where a run does not state it."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    values = {key: [run.settings.get(key) for run in runs] for key in keys}
+    return {key: of_runs for key, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys; a list of tables that have names is a table by name."""
+    if isinstance(value, list) and value and all(isinstance(item, dict) and "name" in item for item in value):
+        value = {item["name"]: {key: part for key, part in item.items() if key != "name"} for item in value}
+    if not isinstance(value, dict):
+        return {prefix: value}
+    parts = (flatten(item, f"{prefix}.{name}" if prefix else name) for name, item in value.items())
+    return {key: leaf for part in parts for key, leaf in part.items()}

@@ -1,0 +1,115 @@
+"""The example's demonstration and its processes: what is printed and how they end when something fails."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedhdp[flower]'")
+
+from flower_app_files import write_app
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "flower_app"))
+import demo
+from fleet import Fleet, FleetError
+
+FAILING_SERVER = """
+from fedhdp.flower import server_app
+
+def initial_arrays(deployment):
+    raise OSError("there is no data")
+
+app = server_app(initial_arrays)
+"""
+FAILING_CLIENT = """
+from fedhdp.flower import client_app
+
+def level(context):
+    raise OSError("there is no data")
+
+app = client_app(None, level)
+"""
+
+
+def run_demo(monkeypatch, *arguments: object) -> str | int | None:
+    """The exit status of the demonstration, or the line that it ends with."""
+    monkeypatch.setattr(sys, "argv", ["demo.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as error:
+        demo.main()
+    return error.value.code
+
+
+@pytest.mark.parametrize(("module", "arguments"), [("ray", ["--simulate", 2]), ("flwr", [])])
+def test_missing_package_is_named(monkeypatch, capsys, module, arguments):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find_spec(name))
+    assert run_demo(monkeypatch, *arguments) == 2
+    assert "pip install" in capsys.readouterr().err
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_failing_server_ends_the_demo(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "APP", write_app(tmp_path / "app", server_app=FAILING_SERVER))
+    monkeypatch.setattr(demo, "LEVEL_OF_OWNER", {})
+    monkeypatch.setattr(demo.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "demo"))
+    line = run_demo(monkeypatch)
+    assert "finished:failed" in line
+    assert "there is no data" in line
+    assert "\n" not in line
+    assert (tmp_path / "demo" / "superlink.log").exists()
+    assert [log for log in (tmp_path / "demo").glob("run *.log") if str(log) in line]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_stalled_run_ends_the_demo(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(demo, "APP", write_app(tmp_path / "app", client_app=FAILING_CLIENT))
+    monkeypatch.setattr(demo, "LEVEL_OF_OWNER", {"anna": "open"})
+    patience = 10
+    line = run_demo(monkeypatch, "--keep", tmp_path / "demo", "--patience", patience)
+    assert f"no progress for {patience} s" in line
+    assert "\n" not in line
+    assert "there is no data" in (tmp_path / "demo" / "anna.log").read_text()
+    assert "error" in capsys.readouterr().out
+
+
+@pytest.mark.process
+def test_superlink_that_ends_is_reported(tmp_path):
+    with Fleet(tmp_path) as fleet:
+        fleet.start("superlink", sys.executable, "-c", "raise OSError('the port is taken')")
+        with pytest.raises(FleetError, match="the port is taken"):
+            fleet.wait_for("1", lambda: False, 60)
+
+
+def test_limit_follows_progress(tmp_path):
+    fleet, seconds = Fleet(tmp_path), 0.5
+    deadline = time.monotonic() + 3 * seconds
+
+    def works() -> bool:
+        (tmp_path / "file").write_text(str(time.monotonic()))
+        return time.monotonic() > deadline
+
+    def logs() -> bool:
+        fleet.log("run").write_text(str(time.monotonic()))
+        return time.monotonic() > deadline + 10
+
+    fleet.wait_until(works, seconds, "progress")
+    with pytest.raises(FleetError):
+        fleet.wait_until(logs, seconds, "a log")
+
+
+def test_warnings_are_printed(capsys):
+    for name, line in {
+        "run 1": "WARNING :   node 3 answered the offer with error 2",
+        "anna": "WARNING :   Option `--insecure` was set.",
+        "ben": "ERROR :   the data cannot be read",
+        "cleo": "INFO :   Receiving: train message",
+    }.items():
+        demo.print_line(name, line, is_run=name.startswith("run"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["warning: node 3 answered the offer with error 2", "error of ben: the data cannot be read"]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedhdp.mechanism import AdaptiveClip as AdaptiveClip
     from fedhdp.mechanism import Mechanism as Mechanism
     from fedhdp.mechanism import PrivacyGroup as PrivacyGroup
+    from fedhdp.metrics import Metric as Metric
     from fedhdp.models import Model as Model
     from fedhdp.models import cnn as cnn
     from fedhdp.models import linear as linear
@@ -38,6 +39,7 @@ _MODULES = {
     "fedhdp.data": ("FederatedData",),
     "fedhdp.devices": ("use_cpu_cores",),
     "fedhdp.mechanism": ("Mechanism", "PrivacyGroup", "AdaptiveClip"),
+    "fedhdp.metrics": ("Metric",),
     "fedhdp.models": ("Model", "mlp", "cnn", "linear"),
     "fedhdp.privacy.accounting": ("epsilon",),
     "fedhdp.privacy.calibration": ("calibrate",),

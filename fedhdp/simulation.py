@@ -19,8 +19,8 @@ from fedhdp import server
 from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData
 from fedhdp.devices import use_cpu_cores
-from fedhdp.engine.checks import check_data
-from fedhdp.engine.evaluation import Evaluation
+from fedhdp.engine.checks import check_data, check_metrics
+from fedhdp.engine.evaluation import Evaluation, model_metrics
 from fedhdp.engine.examples import engine_config, make_example_store, make_gram_matrices
 from fedhdp.engine.groups import client_groups, members_by_group
 from fedhdp.engine.personal_store import StateArrays, make_personal_store
@@ -30,7 +30,7 @@ from fedhdp.errors import ModelError, RunError, require
 from fedhdp.mechanism import Mechanism
 from fedhdp.models import Array, Model, Parameters
 from fedhdp.results.metrics import MetricRow, evaluation_rows
-from fedhdp.results.schema import ACCURACY, SimulationResult
+from fedhdp.results.schema import MetricInfo, SimulationResult
 from fedhdp.results.store import read_arrays, write_arrays
 from fedhdp.rng import BATCHES, COHORT, MODEL, NOISE, os_entropy, stream
 from fedhdp.server import Optimizer, ServerOptimizer, ServerState
@@ -71,7 +71,8 @@ class Simulation:
         server_state: The server's state of every run.
         group_K: Each client's group, as an index into the mechanism's groups.
         participated_K: The clients who have taken part in a round, and so have personal models.
-        histories: For each mechanism, the metrics of the rounds that ``run`` evaluated.
+        metrics: What is measured on test examples.
+        histories: For each mechanism, what the evaluations of ``run`` measured.
     """
 
     def __init__(
@@ -101,15 +102,17 @@ class Simulation:
         self.group_K = client_groups(data, self.mechanism, seed)
         self._members_G = members_by_group(self.group_K, len(self.mechanism.groups))
         check_data(data, model)
+        metrics = model_metrics(model)
+        check_metrics(data, model, metrics)
+        self.metrics = tuple(MetricInfo(metric.name, metric.higher_is_better, metric.percent) for metric in metrics)
         config = engine_config(data, model, self.training, self.run_of)
         self.engine = _engine(model, self.training, self.server_optimizer, config)
-        self.metrics = (ACCURACY,)
         personalize = self.training.personalize
         self.placement = Placement(self.engine, self.mechanism, data.train.count_K, by_owner=personalize)
         self.examples = make_example_store(self.engine, data.train, self.engine.config.sizes[-1])
         self.gram_K = make_gram_matrices(self.engine, self.examples)
         self.store = make_personal_store(self.engine, data.num_clients, directory) if personalize else None
-        self._evaluation = Evaluation(self.engine, data, self.group_K, self.run_of)
+        self._evaluation = Evaluation(self.engine, data, self.group_K, self.run_of, metrics)
         self._initialize()
 
     def _initialize(self) -> None:
@@ -123,7 +126,7 @@ class Simulation:
         self.participated_K = np.zeros(self.data.num_clients, bool)
         self.histories: list[list[MetricRow]] = [[] for _ in self.mechanisms]
         self._done: Array | None = None  # ready when the last round is computed
-        self._scores: dict[str, np.ndarray] | None = None  # the clients' scores of this round
+        self._scores: dict[str, np.ndarray] | None = None  # what the clients measure in this round
 
     def set_mechanisms(self, mechanisms: Sequence[Mechanism]) -> None:
         """Replace the mechanisms for the rounds that follow; those that share a run still differ in their pulls alone.
@@ -237,11 +240,11 @@ class Simulation:
             self._done.block_until_ready()
 
     def client_scores(self) -> dict[str, np.ndarray]:
-        """Each client's mean scores on its test examples.
+        """What each client measures on its test examples.
 
         Returns:
             By ``MODEL/METRIC``, as "global/accuracy", arrays of the shape (clients, mechanisms). A model is global, and
-            where there are such average, personal and chosen. A client without test examples has NaN.
+            where there are such average, personal and chosen. NaN where a metric is undefined, and without test examples.
         """
         if self._scores is None:
             self.wait()
@@ -257,14 +260,13 @@ class Simulation:
 
     def evaluate(self) -> list[list[MetricRow]]:
         """For each mechanism, the metrics of all models: on the server's test set, and by group on the clients' own."""
-        client_scores, names = self.client_scores(), [group.name for group in self.mechanism.groups]
-        models = self._global_models() if len(self.data.server_y_N) > 0 else {}
-        server_scores = {model: self._evaluation.on_server(theta_RP) for model, theta_RP in models.items()}
+        client_values, names = self.client_scores(), [group.name for group in self.mechanism.groups]
+        server_values = self._evaluation.on_server(self._global_models())
         clip_R, refused_RG = np.asarray(self.server_state.clip), np.asarray(self.server_state.refused_G)
         metrics = []
         for v, r in enumerate(self.run_of):
-            of_server = {f"{model}/accuracy": float(score_R[r]) for model, score_R in server_scores.items()}
-            of_clients = {name: score_KV[:, v] for name, score_KV in client_scores.items()}
+            of_server = {name: float(value_R[r]) for name, value_R in server_values.items()}
+            of_clients = {name: value_KV[:, v] for name, value_KV in client_values.items()}
             refused = dict(zip(names, refused_RG[r].tolist(), strict=True))
             rows = evaluation_rows(
                 self.round, self.metrics, self.group_K, of_server, of_clients, float(clip_R[r]), refused

@@ -50,7 +50,7 @@ def group_by_client(x_N: np.ndarray, y_N: np.ndarray, client_N: np.ndarray, num_
 def shuffle_clients(
     name: str, train: Examples, test: Examples, classes: int, clients: int | None, rng: np.random.Generator
 ) -> FederatedData:
-    """Draw clients in random order, so that any group of consecutive clients is a random one.
+    """Draw clients in random order.
 
     Args:
         name: The name of the data.

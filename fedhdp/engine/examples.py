@@ -28,7 +28,7 @@ class ShardedExamples:
 
     def __init__(self, engine: Engine, examples: Examples):
         devices, clients = engine.devices, len(examples.count_K)
-        self.count_K = examples.count_K
+        self.source, self.count_K = examples, examples.count_K
         shares = [np.arange(device, clients, devices) for device in range(devices)]
         size = max(1, *(int(examples.count_K[share].sum()) for share in shares))  # of each device's part
         x_N = np.zeros((devices * size, *examples.x_N.shape[1:]), examples.x_N.dtype)

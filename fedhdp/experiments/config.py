@@ -17,9 +17,10 @@ from fedhdp.data import FederatedData
 from fedhdp.devices import use_cpu_cores
 from fedhdp.errors import ConfigError, DataError, InvalidValueError, require
 from fedhdp.experiments import components
-from fedhdp.experiments.components import DataConfig, MlpConfig, ModelConfig, PythonFile, describe_data
+from fedhdp.experiments.components import BuiltInData, DataConfig, MlpConfig, ModelConfig, PythonFile, describe_data
 from fedhdp.experiments.errors import FieldNames, config_error
-from fedhdp.experiments.groups import group_counts, with_group_levels
+from fedhdp.experiments.file_data import DataFiles
+from fedhdp.experiments.groups import group_counts, group_sizes, with_group_levels
 from fedhdp.experiments.weights import count_parameters, has_known_shape
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, Sampling
 from fedhdp.privacy.accounting import Accountant, default_accountant
@@ -153,6 +154,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _check_groups(self) -> None:
         names = [group.name for group in self.mechanism.groups]
+        if isinstance(self.data, BuiltInData):
+            group_sizes(self.mechanism)
         try:
             group_counts(self.mechanism, self._clients)
         except DataError as error:
@@ -268,15 +271,15 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def resolve(self, directory: Path) -> Experiment:
         """The same experiment with the paths that are relative to this directory made absolute."""
-        return self._with_files(lambda file: file.resolve(directory), self.ledger and str(directory / self.ledger))
+        return self._with_files(lambda files: files.resolve(directory), self.ledger and str(directory / self.ledger))
 
     def pin(self) -> Experiment:
-        """The same experiment with absolute paths and the checksums of its Python files."""
-        return self._with_files(PythonFile.pin, self.ledger and str(Path(self.ledger).absolute()))
+        """The same experiment with absolute paths and the checksums of its files."""
+        return self._with_files(lambda files: files.pin(), self.ledger and str(Path(self.ledger).absolute()))
 
-    def _with_files(self, change: Callable[[PythonFile], PythonFile], ledger: str | None) -> Experiment:
+    def _with_files(self, change: Callable[[Any], Any], ledger: str | None) -> Experiment:
         components = {"data": self.data, "model": self.model}
-        files = {name: change(value) for name, value in components.items() if isinstance(value, PythonFile)}
+        files = {name: change(value) for name, value in components.items() if isinstance(value, PythonFile | DataFiles)}
         return msgspec.structs.replace(self, ledger=ledger, **files)
 
 

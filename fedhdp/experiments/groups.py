@@ -26,19 +26,19 @@ def group_counts(mechanism: MechanismConfig, clients: int | None, levels: np.nda
         return {name: int(np.sum(levels == name)) for name in names}
     sizes = {group.name: group.size for group in mechanism.groups}
     if clients is not None and None not in sizes.values():
-        return level_counts(_checked_sizes(mechanism), clients)
+        return level_counts(group_sizes(mechanism), clients)
     counts = {group.name: group.count for group in mechanism.groups}
     return None if None in counts.values() else counts
 
 
 def skewed_clients(mechanism: MechanismConfig, clients: int) -> int:
     """The number of clients of the first group, who hold one digit in the skewed split."""
-    return level_counts(_checked_sizes(mechanism), clients)[mechanism.groups[0].name]
+    return level_counts(group_sizes(mechanism), clients)[mechanism.groups[0].name]
 
 
 def with_skewed_levels(data: FederatedData, mechanism: MechanismConfig, skewed: int, seed: int) -> FederatedData:
     """The data whose first clients, who hold one digit, have the level of the first group; the others' are drawn."""
-    (first, _), *others = level_counts(_checked_sizes(mechanism), data.num_clients).items()
+    (first, _), *others = level_counts(group_sizes(mechanism), data.num_clients).items()
     return data.draw_levels({first: data.ids[:skewed].tolist(), **dict(others)}, seed)
 
 
@@ -50,14 +50,14 @@ def with_group_levels(data: FederatedData, mechanism: MechanismConfig, seed: int
         DataError: If the data's levels are not those of the groups, or a group's clients or share are not the data's.
     """
     if data.levels is None:
-        return data.draw_levels(_checked_sizes(mechanism), seed)
+        return data.draw_levels(group_sizes(mechanism), seed)
     index_K = data.level_indices([group.name for group in mechanism.groups])
     for index, group in enumerate(mechanism.groups):
         _check_size(f"mechanism.groups[{index}]", group.name, group.size, data, np.flatnonzero(index_K == index))
     return data
 
 
-def _checked_sizes(mechanism: MechanismConfig) -> dict[str, LevelSize]:
+def group_sizes(mechanism: MechanismConfig) -> dict[str, LevelSize]:
     """The sizes of the groups, for data without levels."""
     sizes: dict[str, LevelSize] = {}
     for index, group in enumerate(mechanism.groups):

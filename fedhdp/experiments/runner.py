@@ -134,6 +134,8 @@ def _run(
                 settings = (*experiment.overrides(numbers[0]), experiment.seed, experiment.noise_seed)
                 path = parts[numbers[0]].path
                 simulation = Simulation(data, model, batch_mechanisms, *settings, path, cohort_entropy)
+                groups = np.array([group.name for group in mechanism.groups])
+                directory.record_clients(data.ids.tolist(), groups[simulation.group_K].tolist())
                 batch = VariantBatch(experiment, numbers, simulation, parts, watch)
                 for number, result in zip(numbers, batch.run(directory.id, ledger), strict=True):
                     results[number] = result

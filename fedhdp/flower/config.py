@@ -22,6 +22,7 @@ from fedhdp.errors import ConfigError, require
 from fedhdp.experiments.config import FIELDS, without_none
 from fedhdp.experiments.errors import config_error
 from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, PrivacyGroup
+from fedhdp.metrics import is_metric_name
 from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT
 from fedhdp.privacy.budget import OnBudgetExhausted
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig, PrivacyLevel
@@ -29,7 +30,7 @@ from fedhdp.privacy.ledger import Budget
 from fedhdp.server import ServerOptimizer
 
 _TIMEOUTS = ("enroll_timeout_seconds", "reply_timeout_seconds")
-_MAY_CHANGE = {"out", "name", "evaluate_every", "server_evaluate_every", "min_available_clients", *_TIMEOUTS}
+_MAY_CHANGE = {"out", "name", "evaluate_every", "server_evaluate_every", "metrics", "min_available_clients", *_TIMEOUTS}
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -54,6 +55,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         on_budget_exhausted: Whether the run stops, or goes on without the group.
         evaluate_every: Rounds between evaluations on the clients, which also follow the last round; 0: never.
         server_evaluate_every: Rounds between evaluations on the server's test set; 0: as ``evaluate_every``.
+        metrics: Which of their apps' metrics clients and the server report; tables show the first. In a run configuration
+            one text with commas.
         min_available_clients: How many clients must have enrolled before the first round.
         enroll_timeout_seconds: How long a client may take to answer the first offer. Each repeated offer doubles it, up to
             eight times.
@@ -77,6 +80,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     on_budget_exhausted: OnBudgetExhausted = "stop"
     evaluate_every: int = 0
     server_evaluate_every: int = 0
+    metrics: tuple[str, ...] = ("accuracy",)
     min_available_clients: int = 1
     enroll_timeout_seconds: float = 60.0
     reply_timeout_seconds: float = 600.0
@@ -92,6 +96,10 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
             require(getattr(self, field) >= 0, field, getattr(self, field), "at least 0")
         for field in _TIMEOUTS:
             require(0 < getattr(self, field) < math.inf, field, getattr(self, field), "finite and above 0")
+        distinct = len(set(self.metrics)) == len(self.metrics) > 0
+        require(
+            distinct and all(map(is_metric_name, self.metrics)), "metrics", self.metrics, "different names of metrics"
+        )
         for name in self.budgets:
             require(name in self.levels, "budgets", name, f"of levels on offer ({', '.join(self.levels)})")
         self.training.check(self._mechanism_config(dict.fromkeys(self.levels, 1)).uncalibrated())
@@ -110,6 +118,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         for key, value in run_config.items():
             if not key.startswith("app."):
                 _insert(fields, key, value)
+        if isinstance(metrics := fields.get("metrics"), str):  # a run configuration has no lists
+            fields["metrics"] = [name.strip() for name in metrics.split(",")]
         try:
             return msgspec.convert(fields, Deployment)
         except msgspec.ValidationError as error:

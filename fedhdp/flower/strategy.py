@@ -9,8 +9,10 @@ Axis letters: P parameters, G groups, K scored clients.
 
 from __future__ import annotations
 
+import itertools
+import math
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from logging import INFO, WARNING
 from typing import NamedTuple
 
@@ -33,19 +35,22 @@ from fedhdp.flower.protocol import (
     MatchedReplies,
     RefusedReply,
     RoundRequest,
+    Score,
     flatten,
     match_replies,
     parse_reply,
     request_message,
+    select_metrics,
     to_record,
     unflatten,
 )
 from fedhdp.flower.registry import Registry
 from fedhdp.mechanism import SERVER, Mechanism, RoundParams
+from fedhdp.metrics import BUILT_IN
 from fedhdp.privacy.accounting import pluralize
 from fedhdp.privacy.budget import DeploymentBilling
 from fedhdp.results.metrics import group_rows
-from fedhdp.results.schema import ACCURACY, MetricRow
+from fedhdp.results.schema import MetricInfo, MetricRow
 from fedhdp.rng import COHORT, NOISE, os_entropy, stream
 from fedhdp.server import ServerState, Sums
 
@@ -83,7 +88,7 @@ class FedHDP(Strategy):
         billing: Charges rounds; its mechanism is the one in force.
         run: The run's id, sent with every request.
         initial_arrays: The initial model.
-        score: Returns a model's accuracy on the server's test set.
+        score: Returns a model's metrics on the server's test set by name, or the first one.
     """
 
     def __init__(
@@ -93,7 +98,7 @@ class FedHDP(Strategy):
         billing: DeploymentBilling,
         run: str,
         initial_arrays: Arrays,
-        score: Callable[[Arrays], float] | None = None,
+        score: Score | None = None,
     ):
         self.deployment, self.registry, self.billing, self.run = deployment, registry, billing, run
         self.initial_arrays, self.score = initial_arrays, score
@@ -217,7 +222,7 @@ class FedHDP(Strategy):
                 noise_multiplier=self.deployment.advertised_noise(group),
                 sampling_rate=group.sampling_rate,
                 pull=group.pull,
-                evaluate=evaluate,
+                metrics=list(self.deployment.metrics) if evaluate else [],
             )
             message = request_message(kind, node, model, request, self.deployment.reply_timeout_seconds)
             self._pending.append(PendingRequest(client, number, request, message))
@@ -284,19 +289,21 @@ class FedHDP(Strategy):
         """The clients' scores by group; for a group of one client, this is the client's own score."""
         group_of, names = dict(self._clients()), [group.name for group in self.billing.mechanism.groups]
         rows = []
-        for model in SCORED_MODELS:
-            clients = [client for client, client_scores in scores.items() if model in client_scores]
+        for model, metric in itertools.product(SCORED_MODELS, metric_infos(self.deployment)):
+            name = f"{model}/{metric.name}"
+            clients = [client for client, client_scores in scores.items() if name in client_scores]
             if clients:
                 group_K = np.array([group_of[client] for client in clients])
-                score_K = np.array([scores[client][model] for client in clients])
-                rows += group_rows(self.round, model, ACCURACY, names, group_K, score_K)
+                score_K = np.array([scores[client][name] for client in clients])
+                rows += group_rows(self.round, model, metric, names, group_K, score_K)
         return rows
 
     def _server_rows(self) -> list[MetricRow]:
         if self.score is None or self._last_scored_round == self.round:
             return []
         self._last_scored_round = self.round
-        return [MetricRow(self.round, SERVER, "global", "accuracy", float(self.score(self.model)))]
+        values = select_metrics(self.score(self.model), self.deployment.metrics).items()
+        return [MetricRow(self.round, SERVER, "global", name, value) for name, value in values if not math.isnan(value)]
 
     def _is_due(self, every: int) -> bool:
         """Whether something that happens every so many rounds is due after this round; 0: never."""
@@ -306,3 +313,12 @@ class FedHDP(Strategy):
         seed = self.deployment.noise_seed
         words = os_entropy(2) if seed is None else stream(seed, NOISE, self.round)
         return jax.random.wrap_key_data(jnp.asarray(words))
+
+
+def metric_infos(deployment: Deployment) -> tuple[MetricInfo, ...]:
+    """The deployment's metrics; of those that are not built in, the higher is the better."""
+    known = [BUILT_IN.get(name) for name in deployment.metrics]
+    pairs = zip(deployment.metrics, known, strict=True)
+    return tuple(
+        MetricInfo(n, n != "loss") if m is None else MetricInfo(n, m.higher_is_better, m.percent) for n, m in pairs
+    )

@@ -17,7 +17,7 @@ from fedhdp.client import LocalTraining, scale_inputs, shuffle
 from fedhdp.engine import kernels
 from fedhdp.engine.chunk import Clients, client_updates
 from fedhdp.engine.evaluation import model_metrics
-from fedhdp.engine.low_rank import parametrize
+from fedhdp.engine.low_rank import parametrize, trained_form
 from fedhdp.errors import ModelError
 from fedhdp.flower.clientapp import Trainer
 from fedhdp.flower.protocol import Arrays, array_shapes
@@ -101,6 +101,8 @@ def jax_trainer(
 @lru_cache(maxsize=8)
 def _compile(model: Model, training: LocalTraining, input_scale: float | None) -> Callable:
     """A compiled round of one client, a chunk of one."""
+
+    model = trained_form(model, training)
 
     def train(theta, personal, x_M, y_M, pull, key, rates):
         count = len(y_M)

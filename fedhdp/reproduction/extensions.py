@@ -28,7 +28,7 @@ PLD_NOISE = 1.401  # the least noise multiplier for this epsilon by PLD accounti
 TUNED_WEIGHTS = (0.01, 0.025)  # the best of the paper
 VALIDATION = 0.2  # the share of each client's train examples on which it chooses its pull
 LONG_AVERAGE = ServerOptimizer(average=0.95)
-MOMENTUM = ServerOptimizer(learning_rate=0.3, momentum=0.9, average=0.95)
+MOMENTUM = ServerOptimizer({"name": "sgd", "learning_rate": 0.3, "momentum": 0.9}, average=0.95)
 ALL_EXTENSIONS = "extensions"  # on the command line
 
 

@@ -113,6 +113,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         noise_seed: Seed of noise and cohorts: repeatable, not private. None draws from the operating system's entropy.
         evaluate_every: Rounds between evaluations; the last round is always evaluated.
         checkpoint_seconds: Seconds between checkpoints, at least.
+        keep_checkpoint: Whether the final state is kept, personal models included, so that the run can be extended. None:
+            where these are at most 256 MiB.
         delta: The delta of groups without a delta.
         accountant: What calibrates noise, computes epsilons and keeps budgets. None: RDP with a ledger or with fixed
             cohorts, else PLD.
@@ -135,6 +137,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     noise_seed: int | None = None
     evaluate_every: int = 25
     checkpoint_seconds: float = 30.0
+    keep_checkpoint: bool | None = None
     delta: float = 1e-4
     accountant: Accountant | None = None
     ledger: str | None = None

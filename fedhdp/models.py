@@ -41,6 +41,12 @@ def take(parameters_C: Parameters, which: Any) -> Parameters:
     return jax.tree.map(lambda leaf_C: leaf_C[which], parameters_C)
 
 
+def parameter_sizes(parameters: Parameters) -> dict[str, int]:
+    """How many parameters each array has, by its path in the model, in the order of a row of all parameters."""
+    leaves, _ = jax.tree.flatten_with_path(parameters)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): math.prod(leaf.shape) for path, leaf in leaves}
+
+
 @jax.custom_jvp
 def cross_entropy(logits_NL: Array, label_N: Array) -> Array:
     """The cross entropy of each example.

@@ -7,12 +7,16 @@ gives the random generator of the cohort, the key of the noise, and the updates:
 and only its result may leave the server. Everything after it is post-processing and costs no privacy. The number of refused
 updates is for the server's operator and is not released.
 
-Axis letters: C clients, G groups, P parameters.
+With a ``LayerClip`` the parameters of each layer are clipped by themselves, and there are a clip and a bit for each layer.
+
+Axis letters: C clients, G groups, L layers, P parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -32,11 +36,66 @@ Array = jax.Array
 IntArray = NDArray[np.integer[Any]]
 
 
+class Layers(NamedTuple):
+    """The layers of a model that are clipped one by one: its arrays of parameters in order, with the layer of each.
+
+    Attributes:
+        layer_of: The number of each array's layer, in the order of `Mechanism.layers`.
+        sizes: How many parameters each array has.
+    """
+
+    layer_of: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def number(self) -> int:
+        """The number of layers."""
+        return max(self.layer_of) + 1
+
+    @property
+    def segments(self) -> list[tuple[int, slice]]:
+        """A row of all parameters in parts that belong to one layer each: the layer's number, and the columns."""
+        ends = list(accumulate(self.sizes))
+        parts = [(layer, end - size, end) for layer, size, end in zip(self.layer_of, self.sizes, ends, strict=True)]
+        grouped = [(layer, list(of_layer)) for layer, of_layer in groupby(parts, key=lambda part: part[0])]
+        return [(layer, slice(of_layer[0][1], of_layer[-1][2])) for layer, of_layer in grouped]
+
+    def by_parameter(self, value_L: Array) -> Array:
+        """The value of each parameter's layer."""
+        parts = [jnp.broadcast_to(value_L[layer], columns.stop - columns.start) for layer, columns in self.segments]
+        return jnp.concatenate(parts)
+
+
+def make_layers(mechanism: Mechanism, sizes: Mapping[str, int]) -> Layers | None:
+    """The layer of every array of a model's parameters, or None where the mechanism has a flat clip.
+
+    Args:
+        mechanism: The mechanism.
+        sizes: How many parameters each array has, by its path, in the order of a row of all parameters.
+
+    Raises:
+        InvalidValueError: If an array is in no layer or in several, or a layer has no parameters.
+    """
+    names = mechanism.layers
+    if not names:
+        return None
+    layer_of = []
+    for path in sizes:
+        of_path = [name for name in names if f"{path}/".replace(".", "/").startswith(f"{name}/".replace(".", "/"))]
+        rule = f"such that the parameter {path!r} is in exactly one"
+        require(len(of_path) == 1, "clip.layers", of_path or list(names), rule)
+        layer_of.append(names.index(of_path[0]))
+    for number, name in enumerate(names):
+        rule = f"the path of a parameter or the beginning of several ({', '.join(sizes)})"
+        require(number in layer_of, "clip.layers", name, rule)
+    return Layers(tuple(layer_of), tuple(sizes.values()))
+
+
 class Sums(NamedTuple):
     """The sums over a round's updates: secret, as they have no noise yet."""
 
     update_P: Array  # Σ_j r_j Σ_{i∈j} clipped_i
-    bits: Array  # Σ_i (b_i − ½)
+    bits: Array  # Σ_i (b_i − ½), of the shape of the clip
     refused_G: Array  # number of updates that are not finite
 
 
@@ -62,22 +121,35 @@ class Updates(NamedTuple):
     """The updates of some clients, in whatever representation: their norms, and a function that sums them.
 
     Attributes:
-        norm_C: Each update's norm.
-        weighted_sum: Takes scale_C and returns Σ_C scale · update. An update at scale 0 is absent, even if it is NaN.
+        norm_C: Each update's norm; with a clip for each layer, norm_CL.
+        weighted_sum: Takes scale_C, or scale_CL, and returns Σ_C scale · update. An update at scale 0 is absent, even if it
+            is NaN.
     """
 
     norm_C: Array
     weighted_sum: Callable[[Array], Any]
 
 
-def dense_updates(update_CP: Array) -> Updates:
-    """Updates that are the rows of an array."""
+def dense_updates(update_CP: Array, layers: Layers | None = None) -> Updates:
+    """Updates that are the rows of an array, with one norm each or, where there are layers, one for each layer."""
+    if layers is None:
+        return Updates(jnp.linalg.norm(update_CP, axis=1), partial(_weighted_sum, update_CP))
+    parts = [(layer, update_CP[:, columns]) for layer, columns in layers.segments]
 
-    def weighted_sum(scale_C: Array) -> Array:
-        present_CP = jnp.where(scale_C[:, None] == 0, 0.0, update_CP)  # 0 · NaN would still be NaN
-        return jnp.matmul(scale_C, present_CP, precision="highest")  # as precise as the norms
+    def norm_C(layer: int) -> Array:
+        layer_CP = jnp.concatenate([part_CP for of_part, part_CP in parts if of_part == layer], axis=1)
+        return jnp.asarray(jnp.linalg.norm(layer_CP, axis=1))
 
-    return Updates(jnp.linalg.norm(update_CP, axis=1), weighted_sum)
+    def weighted_sum(scale_CL: Array) -> Array:
+        return jnp.concatenate([_weighted_sum(part_CP, scale_CL[:, layer]) for layer, part_CP in parts])
+
+    return Updates(jnp.stack([norm_C(layer) for layer in range(layers.number)], axis=1), weighted_sum)
+
+
+def _weighted_sum(update_CP: Array, scale_C: Array) -> Array:
+    present_CP = jnp.where(scale_C[:, None] == 0, 0.0, update_CP)  # 0 · NaN would still be NaN
+    total_P: Array = jnp.matmul(scale_C, present_CP, precision="highest")  # as precise as the norms
+    return total_P
 
 
 def clip_and_sum(params: RoundParams, clip: Array, updates: Updates, group_C: Array, is_participating_C: Array) -> Sums:
@@ -85,7 +157,7 @@ def clip_and_sum(params: RoundParams, clip: Array, updates: Updates, group_C: Ar
 
     Args:
         params: The numbers of the round.
-        clip: The clip S of the round.
+        clip: The clip S of the round, or the clip of each layer.
         updates: The clients' updates; none is trusted.
         group_C: Each client's group.
         is_participating_C: False for padding.
@@ -94,31 +166,39 @@ def clip_and_sum(params: RoundParams, clip: Array, updates: Updates, group_C: Ar
         The weighted sum of the clipped updates, the sum of the centred bits, and the refused updates by group.
     """
     norm_C = updates.norm_C
-    counts_C = is_participating_C & jnp.isfinite(norm_C)  # a client who sends NaN or infinity is absent
-    scale_C = jnp.where(counts_C, params.weight_G[group_C] * clip / jnp.maximum(norm_C, clip), 0.0)
-    bit_C = jnp.where(counts_C, (norm_C <= clip) - 0.5, 0.0)
+    axes = tuple(range(1, norm_C.ndim))  # of layers, where each has a clip
+    finite_C = jnp.all(jnp.isfinite(norm_C), axis=axes)
+    counts_C = is_participating_C & finite_C  # a client who sends NaN or infinity is absent, with all layers
+    weight_C, present_C = (jnp.expand_dims(a_C, axes) for a_C in (params.weight_G[group_C], counts_C))
+    scale_C = jnp.where(present_C, weight_C * clip / jnp.maximum(norm_C, clip), 0.0)
+    bit_C = jnp.where(present_C, (norm_C <= clip) - 0.5, 0.0)
     group_CG = jax.nn.one_hot(group_C, params.weight_G.shape[0], dtype=jnp.int32)
-    return Sums(updates.weighted_sum(scale_C), jnp.sum(bit_C), (is_participating_C & ~counts_C) @ group_CG)
+    refused_G = (is_participating_C & ~counts_C) @ group_CG
+    return Sums(updates.weighted_sum(scale_C), jnp.sum(bit_C, axis=0), refused_G)
 
 
-def private_mean(params: RoundParams, clip: Array, sums: Sums, key: Array) -> tuple[Array, Array]:
+def private_mean(
+    params: RoundParams, clip: Array, sums: Sums, key: Array, layers: Layers | None = None
+) -> tuple[Array, Array]:
     """Add the noise: all that a round releases.
 
     Args:
         params: The numbers of the round.
-        clip: The clip S of the round, which scales the noise.
+        clip: The clip S of the round, which scales the noise, or the clip of each layer.
         sums: The sums over the cohort.
         key: The key of this round's noise, used once.
+        layers: The layers, where each has a clip.
 
     Returns:
         The noised, weighted mean update, and the next round's clip.
     """
     key_update, key_bits = jax.random.split(key)
 
-    noise_P = params.update_noise_stddev * clip * gaussian(key_update, sums.update_P.shape)
+    clip_P = clip if layers is None else layers.by_parameter(clip)
+    noise_P = params.update_noise_stddev * clip_P * gaussian(key_update, sums.update_P.shape)
     update_P = _ratio(sums.update_P + noise_P, params.expected_weight, 0.0)
 
-    noisy_bits = sums.bits + params.bit_noise_stddev * gaussian(key_bits)
+    noisy_bits = sums.bits + params.bit_noise_stddev * gaussian(key_bits, clip.shape)
     unclipped = _ratio(noisy_bits, params.expected_cohort_size, params.quantile - 0.5) + 0.5
     next_clip = clip * jnp.exp(-params.clip_learning_rate * (unclipped - params.quantile))
     return update_P, jnp.clip(next_clip, MIN_CLIP, MAX_VALUE)  # at clip 0 there is no noise
@@ -179,7 +259,7 @@ class ServerState(NamedTuple):
     """What the server carries from round to round."""
 
     theta_P: Array  # the global model
-    clip: Array
+    clip: Array  # a number, or one for each layer
     optimizer: Any
     average: Any  # state of the average, or None
     refused_G: Array  # updates refused so far, by group
@@ -188,15 +268,20 @@ class ServerState(NamedTuple):
 def initial_state(mechanism: Mechanism, optimizer: ServerOptimizer, theta_P: Array) -> ServerState:
     """The server's state before the first round, from the initial global model."""
     average = None if optimizer.average is None else optax.ema(optimizer.average).init(theta_P)
-    clip, refused_G = jnp.float32(mechanism.initial_clip), jnp.zeros(len(mechanism.groups), jnp.int32)
+    clip, refused_G = jnp.asarray(mechanism.initial_clip), jnp.zeros(len(mechanism.groups), jnp.int32)
     return ServerState(theta_P, clip, optimizer.transformation().init(theta_P), average, refused_G)
 
 
 def finish_round(
-    optimizer: ServerOptimizer, params: RoundParams, state: ServerState, sums: Sums, key: Array
+    optimizer: ServerOptimizer,
+    params: RoundParams,
+    state: ServerState,
+    sums: Sums,
+    key: Array,
+    layers: Layers | None = None,
 ) -> ServerState:
     """Add the noise and apply the update: theta ← theta + noised update, S ← next clip. The noise's key is used once."""
-    update_P, clip = private_mean(params, state.clip, sums, key)
+    update_P, clip = private_mean(params, state.clip, sums, key, layers)
     step_P, optimizer_state = optimizer.transformation().update(-update_P, state.optimizer, state.theta_P)
     theta_P = state.theta_P + jnp.asarray(step_P)
     average = None if optimizer.average is None else optax.ema(optimizer.average).update(theta_P, state.average)[1]

@@ -126,7 +126,7 @@ def make_example_store(
 def make_gram_matrices(engine: Engine, store: ShardedExamples | ReplicatedExamples | StreamedExamples) -> Array | None:
     """Each client's Gram matrix, for low-rank training of clients of one size, if these are no larger than the examples."""
     size, config = engine.config.sizes[-1], engine.config
-    low_rank = uses_low_rank(engine.model, size, config.inputs)
+    low_rank = uses_low_rank(engine.model, size, config.inputs, config.layers)
     if isinstance(store, StreamedExamples) or not config.uniform_size or not low_rank:
         return None
     x_N, _ = store.arrays

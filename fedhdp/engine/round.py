@@ -33,7 +33,7 @@ from fedhdp.engine.low_rank import gram, parametrize, trained_form
 from fedhdp.mechanism import RoundParams
 from fedhdp.metrics import Metric
 from fedhdp.models import Array, Model, Parameters, use_conv_relu_pool
-from fedhdp.server import ServerOptimizer, ServerState, Sums, Updates, clip_and_sum, finish_round
+from fedhdp.server import Layers, ServerOptimizer, ServerState, Sums, Updates, clip_and_sum, finish_round
 
 AXIS = "clients"
 BY_CLIENT, REPLICATED = PartitionSpec(AXIS), PartitionSpec()
@@ -49,6 +49,7 @@ class EngineConfig(NamedTuple):
     run_V: tuple[int, ...]  # the global model of each personal one
     runs: int = 1
     input_scale: float | None = None  # of the inputs, as `FederatedData` has it
+    layers: Layers | None = None  # that are clipped one by one
 
 
 class SlotTable(NamedTuple):
@@ -163,7 +164,9 @@ class Engine:
         if self.parameters % self.devices == 0:  # each device draws its part of the one noise
             by_parameter = NamedSharding(self.mesh, PartitionSpec(None, AXIS))
             sums_R = sums_R._replace(update_P=jax.lax.with_sharding_constraint(sums_R.update_P, by_parameter))
-        state_R = jax.vmap(partial(finish_round, self.server))(constants.params_R, state_R, sums_R, noise_key_R)
+        state_R = jax.vmap(partial(finish_round, self.server, layers=self.config.layers))(
+            constants.params_R, state_R, sums_R, noise_key_R
+        )
         return jax.lax.with_sharding_constraint(state_R, self.replicated), personal_K, jnp.sum(state_R.clip)
 
     def _train_cohort(
@@ -230,7 +233,8 @@ class Engine:
             gram_CMM = jax.vmap(shuffled_gram)(chunk.start_C, order_CM)
         params_R, pull_VG = inputs.constants
         finite = jnp.issubdtype(examples.x_N.dtype, jnp.integer)
-        parametrization = parametrize(self.model, inputs.theta_R, self.run_V, x_CM, gram_CMM, finite)
+        layers = self.config.layers
+        parametrization = parametrize(self.model, inputs.theta_R, self.run_V, x_CM, gram_CMM, finite, layers)
         clients = Clients(y_CM, chunk.count_C, pull_VG[:, chunk.group_C].T, key_C)
         updates_R, personal_CV = client_updates(
             self.model, self.training, parametrization, clients, personal_CV, inputs.rates, uniform_size

@@ -20,7 +20,8 @@ from fedhdp.experiments.components import DataConfig, MlpConfig, ModelConfig, Py
 from fedhdp.experiments.errors import FieldNames, config_error
 from fedhdp.experiments.file_data import DataFiles
 from fedhdp.experiments.weights import count_parameters
-from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, Sampling
+from fedhdp.mechanism import AdaptiveClip, Clip, LayerClip, Mechanism, Noise, Sampling, parse_clip
+from fedhdp.metrics import NAMES
 from fedhdp.optimizers import require_tables
 from fedhdp.privacy.accounting import Accountant, default_accountant
 from fedhdp.privacy.budget import Budget, OnBudgetExhausted
@@ -39,6 +40,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         pulls: Pulls of groups, by name, instead of the mechanism's.
         noise_multipliers: Noise multipliers of groups, by name, instead of the mechanism's.
         epsilons: Epsilons of groups, by name, instead of the mechanism's epsilons or noise multipliers.
+        clip: How updates are clipped; None takes the mechanism's.
         noise: How noise is shared among groups; None takes the mechanism's.
         sampling: How cohorts are sampled; None takes the mechanism's.
         training: Fields that replace those of the experiment's training.
@@ -51,6 +53,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pulls: dict[str, float] = {}
     noise_multipliers: dict[str, float] = {}
     epsilons: dict[str, float] = {}
+    clip: Clip | None = None
     noise: Noise | None = None
     sampling: Sampling | None = None
     training: dict[str, Any] = {}
@@ -58,6 +61,8 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         require(self.algorithm in ALGORITHMS, "algorithm", self.algorithm, f"one of {', '.join(ALGORITHMS)}")
+        if self.clip is not None:
+            msgspec.structs.force_setattr(self, "clip", parse_clip(self.clip))
         if self.name == "":
             msgspec.structs.force_setattr(self, "name", ALGORITHM_NAMES[self.algorithm])
         require(is_directory_name(self.name), "name", self.name, "short, and not the name of a file of the run")
@@ -89,8 +94,8 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
             for group in base.groups
         )
-        noise, sampling = self.noise or base.noise, self.sampling or base.sampling
-        mechanism = Mechanism(groups, base.clip, noise, sampling)
+        clip, noise, sampling = self.clip or base.clip, self.noise or base.noise, self.sampling or base.sampling
+        mechanism = Mechanism(groups, clip, noise, sampling)
         if with_weights is not None and mechanism.without_pulls != base.without_pulls:
             mechanism = with_weights(mechanism, self.weights)
         return ALGORITHMS[self.algorithm](mechanism)
@@ -112,6 +117,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         seed: Seed of data, initial model and batches.
         noise_seed: Seed of noise and cohorts: repeatable, not private. None draws from the operating system's entropy.
         evaluate_every: Rounds between evaluations; the last round is always evaluated.
+        metrics: Names of metrics that replace the model's, built-in ones or the model's own; tables show the first.
         checkpoint_seconds: Seconds between checkpoints, at least.
         keep_checkpoint: Whether the final state is kept, personal models included, so that the run can be extended. None:
             where these are at most 256 MiB.
@@ -136,6 +142,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     noise_seed: int | None = None
     evaluate_every: int = 25
+    metrics: tuple[str, ...] = ()
     checkpoint_seconds: float = 30.0
     keep_checkpoint: bool | None = None
     delta: float = 1e-4
@@ -154,6 +161,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(self.checkpoint_seconds >= 0, "checkpoint_seconds", self.checkpoint_seconds, "at least 0")
         require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
         require(0 <= self.data.validation < 1, "data.validation", self.data.validation, "at least 0 and below 1")
+        self._check_metrics()
         require_tables(self.training.optimizer, "training.optimizer")
         require_tables(self.server.optimizer, "server.optimizer")
         self._check_groups()
@@ -161,6 +169,12 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.accountant == "pld":
             rule = "'rdp' where there is a ledger or a variant with fixed cohorts"
             require(self._default_accountant == "pld", "accountant", self.accountant, rule)
+
+    def _check_metrics(self) -> None:
+        for name in self.metrics:
+            rule = f"of {', '.join(NAMES)}, or of a function in the model's Python file"
+            require(name in NAMES or isinstance(self.model, PythonFile), "metrics", name, rule)
+        require(len(set(self.metrics)) == len(self.metrics), "metrics", list(self.metrics), "different names")
 
     def _check_groups(self) -> None:
         names = [group.name for group in self.mechanism.groups]
@@ -281,7 +295,7 @@ def _override(value: Any, changes: Mapping[str, Any], path: str) -> Any:
         raise config_error(error, changes, FIELDS, prefix=path) from error
 
 
-_PARTS = (GroupConfig, MechanismConfig, AdaptiveClip, LocalTraining, ServerOptimizer, Variant, Budget)
+_PARTS = (GroupConfig, MechanismConfig, AdaptiveClip, LayerClip, LocalTraining, ServerOptimizer, Variant, Budget)
 FIELDS = FieldNames([*get_args(DataConfig), *get_args(ModelConfig), *_PARTS, Experiment])
 
 

@@ -16,6 +16,7 @@ from fedhdp.experiments.batch import Interrupted, Progress, VariantBatch, Watch
 from fedhdp.experiments.config import Experiment, from_toml, to_toml
 from fedhdp.experiments.sweep import expand
 from fedhdp.mechanism import Mechanism
+from fedhdp.metrics import replace_metrics
 from fedhdp.models import Model
 from fedhdp.privacy.accounting import privacy_costs
 from fedhdp.privacy.ledger import Ledger
@@ -132,6 +133,7 @@ def run_variants(
         use_cpu_cores()  # before anything below uses JAX
         data = experiment.data.load(experiment.mechanism, experiment.seed)
         model = experiment.model.build(int(np.prod(data.input_shape)), data.classes)
+        model = model._replace(metrics=replace_metrics(model.metrics, experiment.metrics))
         mechanisms = experiment.variant_mechanisms(mechanism)
         private = any(not group.opted_out for variant in mechanisms for group in variant.groups)
         if not private or experiment.ledger is not None:
@@ -166,7 +168,9 @@ def _batches(experiment: Experiment, mechanisms: list[Mechanism], model: Model) 
     limit = personal_bytes_limit() // 4  # the rest is for data and the computation of a round
     by_cohort: dict[tuple, list[list[int]]] = {}
     for (mechanism, training, server_optimizer), numbers in by_training.items():
-        batches = by_cohort.setdefault((mechanism.cohort_distribution, training, server_optimizer), [])
+        batches = by_cohort.setdefault(
+            (mechanism.cohort_distribution, mechanism.layers, training, server_optimizer), []
+        )
         size = personal_bytes(model, mechanism.clients) if training.personalize else 0
         if batches and experiment.ledger is None and (len(batches[-1]) + len(numbers)) * size <= limit:
             batches[-1] += numbers

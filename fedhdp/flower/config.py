@@ -21,7 +21,7 @@ from fedhdp.client import LocalTraining
 from fedhdp.errors import ConfigError, require
 from fedhdp.experiments.config import FIELDS, without_none
 from fedhdp.experiments.errors import config_error
-from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, PrivacyGroup
+from fedhdp.mechanism import Clip, Mechanism, Noise, PrivacyGroup, parse_clip
 from fedhdp.metrics import is_metric_name
 from fedhdp.optimizers import require_tables
 from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT
@@ -42,7 +42,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         ledger: The file that holds the population's levels and privacy costs, over all runs.
         rounds: The number of rounds.
         levels: The privacy levels on offer, by name.
-        clip: A fixed clip, or one that follows a quantile of the update norms.
+        clip: A fixed clip, one that follows a quantile of the update norms, or one for each layer.
         noise: As in ``Mechanism``.
         name: The heading of the table of results.
         training: The local training of clients that use ``jax_trainer``.
@@ -68,7 +68,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     ledger: str
     rounds: int
     levels: dict[str, PrivacyLevel]
-    clip: float | AdaptiveClip
+    clip: Clip
     noise: Noise = "shared"
     name: str = "deployment"
     training: LocalTraining = LocalTraining()
@@ -90,6 +90,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         require(self.out != "", "out", self.out, "a directory")
         require(self.ledger != "", "ledger", self.ledger, "a file")
         require(self.rounds >= 1, "rounds", self.rounds, "at least 1")
+        msgspec.structs.force_setattr(self, "clip", parse_clip(self.clip))
         require(len(self.levels) >= 1, "levels", self.levels, "at least one level")
         require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
         require(self.min_available_clients >= 1, "min_available_clients", self.min_available_clients, "at least 1")

@@ -13,6 +13,7 @@ import itertools
 import math
 import secrets
 from collections.abc import Iterable, Iterator
+from functools import partial
 from logging import INFO, WARNING
 from typing import NamedTuple
 
@@ -49,20 +50,22 @@ from fedhdp.mechanism import SERVER, Mechanism, RoundParams
 from fedhdp.metrics import BUILT_IN
 from fedhdp.privacy.accounting import pluralize
 from fedhdp.privacy.budget import DeploymentBilling
-from fedhdp.results.metrics import group_rows
+from fedhdp.results.metrics import clip_rows, group_rows
 from fedhdp.results.schema import MetricInfo, MetricRow
 from fedhdp.rng import COHORT, NOISE, os_entropy, stream
-from fedhdp.server import ServerState, Sums
+from fedhdp.server import Layers, ServerState, Sums
 
 
-@jax.jit
-def _clip_and_sum(params: RoundParams, clip: jax.Array, update_P: jax.Array, group: jax.Array) -> Sums:
-    """One client's clipped, weighted update and its clip bit."""
-    updates = server.dense_updates(update_P[None])
+@partial(jax.jit, static_argnames="layers")
+def _clip_and_sum(
+    params: RoundParams, clip: jax.Array, update_P: jax.Array, group: jax.Array, layers: Layers | None
+) -> Sums:
+    """One client's clipped, weighted update and its clip bits."""
+    updates = server.dense_updates(update_P[None], layers)
     return server.clip_and_sum(params, clip, updates, group[None], jnp.array([True]))
 
 
-_finish_round = jax.jit(server.finish_round, static_argnums=0)
+_finish_round = jax.jit(server.finish_round, static_argnums=0, static_argnames="layers")
 
 
 class PendingRequest(NamedTuple):
@@ -125,6 +128,7 @@ class FedHDP(Strategy):
         self.billing.admit(members)
         mechanism = self.billing.mechanism
         if self.state is None:
+            self._layers(mechanism)  # refuses layers that are not the model's
             theta_P = jnp.asarray(flatten(self.initial_arrays))
             self.state = server.initial_state(mechanism, self.deployment.server, theta_P)
         if len(self.state.refused_G) != len(mechanism.groups):
@@ -155,17 +159,19 @@ class FedHDP(Strategy):
         assert self.state is not None
         mechanism, clip, scores = self.billing.mechanism, self.state.clip, dict[str, dict[str, float]]()
         params, refused_G = mechanism.round_params, jnp.zeros(len(mechanism.groups), jnp.int32)
-        sums = Sums(jnp.zeros_like(self.state.theta_P), jnp.float32(0), refused_G)
+        sums = Sums(jnp.zeros_like(self.state.theta_P), jnp.zeros_like(clip), refused_G)
+        layers = self._layers(mechanism)
         for pending, reply in self._valid_replies(replies, is_training=True):
-            clipped = _clip_and_sum(params, clip, reply.update_P, np.int32(pending.group))
+            clipped = _clip_and_sum(params, clip, reply.update_P, np.int32(pending.group), layers=layers)
             sums = jax.tree.map(jnp.add, sums, clipped)
             scores[pending.client] = reply.scores
             self.counts.replies[pending.request.level] += 1
-        self.state = _finish_round(self.deployment.server, params, self.state, sums, self._noise_key())
+        key = self._noise_key()
+        self.state = _finish_round(self.deployment.server, params, self.state, sums, key, layers=layers)
         self.billing.completed()
         self._count_infinite(sums)
         self._report_round(scores)
-        metrics = MetricRecord({"replies": self.counts.replies.total(), "clip": float(self.state.clip)})
+        metrics = MetricRecord({"replies": self.counts.replies.total(), "clip": np.asarray(self.state.clip).tolist()})
         return to_record(self.model), metrics
 
     def configure_evaluate(
@@ -183,6 +189,10 @@ class FedHDP(Strategy):
         scores = {pending.client: reply.scores for pending, reply in valid_replies}
         self.metric_rows = self._score_rows(scores) + self._server_rows()
         return None
+
+    def _layers(self, mechanism: Mechanism) -> Layers | None:
+        """The layers of the model, where each has a clip."""
+        return server.make_layers(mechanism, {name: array.size for name, array in self.initial_arrays.items()})
 
     def summary(self) -> None:
         """Log what is about to run."""
@@ -277,7 +287,7 @@ class FedHDP(Strategy):
         self.metric_rows = self._score_rows(scores)  # of the model that was sent, so before the round is counted
         self.round += 1
         epsilon_of = self.billing.epsilon()
-        self.metric_rows.append(MetricRow(self.round, SERVER, "global", "clip", float(self.state.clip)))
+        self.metric_rows += clip_rows(self.round, self.billing.mechanism.layers, self.state.clip)
         self.metric_rows += self.counts.rows(self.round, epsilon_of)
         if self._is_due(self.deployment.server_evaluate_every or self.deployment.evaluate_every):
             self.metric_rows += self._server_rows()

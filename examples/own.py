@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData, examples
 from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.metrics import Metric
 from fedhdp.models import Model, squared_error
 from fedhdp.privacy.accounting import epsilon_reports
 from fedhdp.privacy.calibration import calibrate
@@ -51,11 +52,12 @@ def model():
     def apply(parameters, x, key):
         return jnp.tanh(x @ parameters["w1"]) @ parameters["w2"]
 
-    def score(output, target):
-        """One number for each example, better if higher: whether the prediction is right to a day."""
-        return (jnp.abs(output - target)[:, 0] < 1).astype(jnp.float32)
+    def right_to_a_day(outputs, labels):
+        """A metric: one number from a clinic's test examples, the share that is predicted to a day."""
+        return (abs(outputs - labels) < 1).mean()
 
-    return Model(init, apply, loss=squared_error, score=score)
+    shown = Metric("right_to_a_day", right_to_a_day, percent=True)
+    return Model(init, apply, loss=squared_error, metrics=(shown, "mean_squared_error"))
 
 
 # The server: any optax transformation. Its gradient is minus the noised update. It costs no privacy.
@@ -85,13 +87,13 @@ if __name__ == "__main__":
     for name, rows in zip(mechanisms, simulation.evaluate(), strict=True):
         print(f"{name} weights")
         for row in rows:
-            if row.metric == "accuracy":  # the mean score, whatever it is
-                print(f"  {row.group:8} {row.model:9} {row.value:.3f}")
+            if row.metric in ("right_to_a_day", "mean_squared_error"):
+                print(f"  {row.group:8} {row.model:9} {row.metric:19} {row.value:.3f}")
 
-    # Each clinic's scores, and a personal model as a function.
+    # Each clinic's values, and a personal model as a function.
     scores = simulation.client_scores()
     for number, name in enumerate(mechanisms):
-        better = scores["personal/accuracy"][:, number] > scores["global/accuracy"][:, number]
+        better = scores["personal/right_to_a_day"][:, number] > scores["global/right_to_a_day"][:, number]
         print(f"{name} weights: the personal model is better for {better.sum()} of {len(better)} clinics")
     theta = simulation.model(client=3, number=1)
     days = net.apply(theta, clinics.train.x_N[clinics.train.start_K[3] :][:3], None)[:, 0]

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from fedhdp.data import FederatedData as FederatedData
     from fedhdp.devices import use_cpu_cores as use_cpu_cores
     from fedhdp.mechanism import AdaptiveClip as AdaptiveClip
+    from fedhdp.mechanism import LayerClip as LayerClip
     from fedhdp.mechanism import Mechanism as Mechanism
     from fedhdp.mechanism import PrivacyGroup as PrivacyGroup
+    from fedhdp.metrics import Metric as Metric
     from fedhdp.models import Model as Model
     from fedhdp.models import cnn as cnn
     from fedhdp.models import linear as linear
@@ -37,7 +39,8 @@ _MODULES = {
     "fedhdp.client": ("LocalTraining",),
     "fedhdp.data": ("FederatedData",),
     "fedhdp.devices": ("use_cpu_cores",),
-    "fedhdp.mechanism": ("Mechanism", "PrivacyGroup", "AdaptiveClip"),
+    "fedhdp.mechanism": ("Mechanism", "PrivacyGroup", "AdaptiveClip", "LayerClip"),
+    "fedhdp.metrics": ("Metric",),
     "fedhdp.models": ("Model", "mlp", "cnn", "linear"),
     "fedhdp.privacy.accounting": ("epsilon",),
     "fedhdp.privacy.calibration": ("calibrate",),

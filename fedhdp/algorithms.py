@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from fedhdp.mechanism import AdaptiveClip, Mechanism
+from fedhdp.mechanism import AdaptiveClip, LayerClip, Mechanism
 
 
 def fedhdp(mechanism: Mechanism) -> Mechanism:
@@ -44,7 +44,7 @@ def dp_fedavg(mechanism: Mechanism) -> Mechanism:
 def non_private(mechanism: Mechanism) -> Mechanism:
     """Non-Private: no noise on updates or clip bits; every update has weight 1. It protects nobody."""
     clip = mechanism.clip
-    if isinstance(clip, AdaptiveClip):
+    if isinstance(clip, AdaptiveClip | LayerClip):
         clip = replace(clip, bit_noise_stddev=0.0)
     groups = tuple(replace(group, weight=1.0, noise_multiplier=0.0) for group in mechanism.groups)
     return replace(mechanism, groups=groups, clip=clip)
@@ -53,7 +53,10 @@ def non_private(mechanism: Mechanism) -> Mechanism:
 def local_only(mechanism: Mechanism) -> Mechanism:
     """Local training: weight 0 and a fixed clip, so that nothing reaches the server; personal models have pull 0."""
     groups = tuple(replace(group, weight=0.0, noise_multiplier=0.0, pull=0.0) for group in mechanism.groups)
-    return replace(mechanism, groups=groups, clip=mechanism.initial_clip)
+    clip = mechanism.clip
+    if isinstance(clip, AdaptiveClip | LayerClip):
+        clip = replace(clip, learning_rate=0.0)
+    return replace(mechanism, groups=groups, clip=clip)
 
 
 ALGORITHMS: dict[str, Callable[[Mechanism], Mechanism]] = {

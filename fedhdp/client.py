@@ -16,34 +16,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import msgspec
+import optax
 
 from fedhdp.errors import require
 from fedhdp.mechanism import Mechanism
 from fedhdp.models import Array, Parameters
+from fedhdp.optimizers import OptimizerConfig, as_optimizer, as_schedule, value_at
 
 UNROLLED = 4  # the largest number of batches in an epoch that are compiled one by one
 
 
 class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a client trains: epochs of minibatch gradient descent, at rates that decay over the rounds.
+    """How a client trains: epochs of minibatches, by gradient descent or another optimizer of optax.
+
+    Gradient descent is ``learning_rate`` with ``decay``. An ``optimizer`` has a learning rate of its own; its schedule
+    counts rounds, and the rate is constant within a round. Its state starts anew in every round at every client.
 
     Args:
         epochs: Epochs in each round.
         batch_size: Examples in a batch.
-        learning_rate: The rate of the global model.
-        personal_learning_rate: The rate of the personal model; by default that of the global model.
+        learning_rate: The rate of gradient descent on the global model; 0.5 by default. None with an optimizer.
+        personal_learning_rate: The rate of the personal model; by default that of the global model. With an
+            OptimizerConfig it may be a schedule.
         decay: Both rates are multiplied by it every ``decay_every`` rounds.
         decay_every: Rounds between two decays.
         personalize: Whether clients have personal models.
         personal_epochs: Epochs of the personal model in each round; by default as many as ``epochs``.
         proximal: The pull of the global model towards its start (FedProx).
         drop_remainder: Whether an epoch leaves out a last batch that is incomplete, unless it is the only one.
+        optimizer: An OptimizerConfig, its table or any optax transformation, whose rate is its own. None: gradient descent.
 
     Raises:
         InvalidValueError: If a field is out of its range.
@@ -51,14 +58,15 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     epochs: int = 25
     batch_size: int = 20
-    learning_rate: float = 0.5
-    personal_learning_rate: float | None = None
+    learning_rate: float | None = None
+    personal_learning_rate: Any = None
     decay: float = 1.0
     decay_every: int = 50
     personalize: bool = True
     personal_epochs: int | None = None
     proximal: float = 0.0
     drop_remainder: bool = False
+    optimizer: Any = None
 
     def __post_init__(self) -> None:
         require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
@@ -66,30 +74,82 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.personal_epochs is not None:
             valid = 1 <= self.personal_epochs <= self.epochs
             require(valid, "personal_epochs", self.personal_epochs, f"between 1 and epochs ({self.epochs})")
-        require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "finite and above 0")
-        if self.personal_learning_rate is not None:
-            rate = self.personal_learning_rate
-            require(0 < rate < math.inf, "personal_learning_rate", rate, "finite and above 0")
-        rule = f"at least 0 and below {2 / self.learning_rate:g}, or training diverges at this learning rate"
-        require(0 <= self.proximal * self.learning_rate < 2, "proximal", self.proximal, rule)
         require(0 < self.decay <= 1, "decay", self.decay, "above 0 and at most 1")
         require(self.decay_every >= 1, "decay_every", self.decay_every, "at least 1")
+        self._check_rates()
+        require(0 <= self.proximal < math.inf, "proximal", self.proximal, "finite and at least 0")
+        if (rates := self._sgd_rates()) is not None:
+            rule = f"at least 0 and below {2 / rates[0]:g}, or training diverges at this learning rate"
+            require(self.proximal * rates[0] < 2, "proximal", self.proximal, rule)
+
+    def _check_rates(self) -> None:
+        optimizer = as_optimizer(self.optimizer)
+        msgspec.structs.force_setattr(self, "optimizer", optimizer)
+        rate, personal = self.learning_rate, as_schedule(self.personal_learning_rate, "personal_learning_rate")
+        if optimizer is None:
+            rate = 0.5 if rate is None else rate
+            require(0 < rate < math.inf, "learning_rate", rate, "finite and above 0")
+        else:
+            rule = "left out where the optimizer has a learning rate"
+            require(rate is None, "learning_rate", rate, rule)
+            require(self.decay == 1, "decay", self.decay, rule)
+        if isinstance(optimizer, OptimizerConfig):
+            decay = optimizer.get("weight_decay", 0.0)
+            require(isinstance(decay, int | float), "optimizer.weight_decay", decay, "a number in local training")
+        elif optimizer is not None:
+            require(personal is None, "personal_learning_rate", personal, "left out where the optimizer is of optax")
+        if personal is not None and (optimizer is None or not callable(getattr(personal, "function", personal))):
+            valid = isinstance(personal, int | float) and 0 < personal < math.inf
+            require(valid, "personal_learning_rate", personal, "finite and above 0")
+        msgspec.structs.force_setattr(self, "learning_rate", rate)
+        msgspec.structs.force_setattr(self, "personal_learning_rate", personal)
 
     def check(self, mechanism: Mechanism) -> None:
-        """Refuse a pull at which personal models overshoot the global one further with each step.
+        """Refuse a pull at which gradient descent moves personal models past the global one, further with each step.
 
         Raises:
             InvalidValueError: If a group's pull is too large for the personal learning rate.
         """
-        rate = self.rates(0)[1]
-        for group in mechanism.groups if self.personalize else ():
-            rule = f"below {2 / rate:g}, or personal models diverge at the personal learning rate {rate:g}"
-            require(group.pull * rate < 2, f"pull of {group.name!r}", group.pull, rule)
+        rates = self._sgd_rates()
+        if rates is None or not self.personalize:
+            return
+        for group in mechanism.groups:
+            rule = f"below {2 / rates[1]:g}, or personal models diverge at the personal learning rate {rates[1]:g}"
+            require(group.pull * rates[1] < 2, f"pull of {group.name!r}", group.pull, rule)
+
+    @property
+    def is_plain_sgd(self) -> bool:
+        """Whether a step is the gradient times the learning rate."""
+        return self.optimizer is None or (isinstance(self.optimizer, OptimizerConfig) and self.optimizer.is_plain_sgd)
+
+    def _sgd_rates(self) -> tuple[float, float] | None:
+        """The rates of plain SGD before any decay; None for schedules and other optimizers."""
+        if not self.is_plain_sgd:
+            return None
+        rate = self.learning_rate if self.optimizer is None else self.optimizer["learning_rate"]
+        personal = self.personal_learning_rate or rate
+        if isinstance(rate, int | float) and isinstance(personal, int | float):
+            return rate, personal
+        return None
 
     def rates(self, round: int) -> tuple[float, float]:
-        """The learning rates of the global and the personal model in this round, the first round being 0."""
-        factor = self.decay ** (round // self.decay_every)
-        return self.learning_rate * factor, (self.personal_learning_rate or self.learning_rate) * factor
+        """The learning rates of the global and the personal model in this round, the first round being 0.
+
+        They are 1 where the optimizer is an optax transformation, which has its own.
+        """
+        if self.learning_rate is not None:
+            factor = self.decay ** (round // self.decay_every)
+            return self.learning_rate * factor, (self.personal_learning_rate or self.learning_rate) * factor
+        if not isinstance(self.optimizer, OptimizerConfig):
+            return 1.0, 1.0
+        rate, personal = self.optimizer.rate(round), self.personal_learning_rate
+        return rate, rate if personal is None else value_at(personal, round, "personal_learning_rate")
+
+    def transformation(self, rate: Any) -> optax.GradientTransformation:
+        """The optax transformation of a round with this learning rate."""
+        if isinstance(self.optimizer, OptimizerConfig):
+            return self.optimizer.transformation(rate)
+        return optax.sgd(rate) if self.optimizer is None else self.optimizer
 
     def batches(self, count: Any) -> Any:
         """The number of batches of an epoch over so many examples; an int for an int, an array for an array."""
@@ -185,42 +245,56 @@ class Schedule:
     def _at(self, batch: Batch, epoch: Array, index: Array | int) -> Batch:
         """The batch with the random key of its step."""
         key = jax.random.fold_in(jax.random.fold_in(batch.key, epoch), index * self.size)
-        return batch._replace(key=key, rests=(epoch >= self.epochs.stop) | (index >= self.own_batches))
+        rests = index >= self.own_batches
+        return batch._replace(key=key, rests=rests if self.unrolled else rests | (epoch >= self.epochs.stop))
+
+
+class TrainedModel(NamedTuple):
+    """A model in training, and the state of its optimizer."""
+
+    theta: Parameters
+    state: Any
 
 
 def local_train(
     predict: Callable[[Parameters, Batch], Array],
     loss: Callable[[Array, Array], Array],
-    start: Parameters,
+    start: TrainedModel,
     anchor: Parameters,
     pull: Array | float,
-    rate: Array | float,
+    optimizer: optax.GradientTransformation,
     schedule: Schedule,
-) -> Parameters:
-    """Train one model of one client by minibatch gradient descent that is pulled towards an anchor.
+) -> TrainedModel:
+    """Train one model of one client by an optimizer that gets its gradient and a pull towards an anchor.
+
+    Plain SGD at the rate η steps as Algorithm 1 has it: θ ← θ − η(∇f + λ(θ − anchor)).
 
     Args:
         predict: From parameters and a batch to the model's outputs.
         loss: From outputs and targets to the loss of each example.
-        start: The parameters to begin with.
+        start: The parameters to begin with, and the optimizer's state.
         anchor: The parameters that the pull is towards: the global model of the round.
         pull: λ; 0 for a global model, or FedProx's.
-        rate: η.
-        schedule: The client's batches.
+        optimizer: The optax transformation, with the round's learning rate.
+        schedule: The client's batches. Where it rests, parameters and state stay.
 
     Returns:
-        The trained parameters.
+        The trained parameters and the optimizer's state.
     """
 
     def f(theta: Parameters, batch: Batch) -> Array:
         loss_B = loss(predict(theta, batch), batch.y_B)
         return jnp.sum(jnp.where(batch.real_B, loss_B, 0.0)) / jnp.maximum(jnp.sum(batch.real_B), 1)
 
-    def descend(theta: Parameters, batch: Batch) -> Parameters:
-        def of_leaf(theta: Array, gradient: Array, anchor: Array) -> Array:
-            return theta - eta * (gradient + pull * (theta - anchor))
+    def step(model: TrainedModel, batch: Batch) -> TrainedModel:
+        theta, gradient = model.theta, jax.grad(f)(model.theta, batch)
+        gradient = jax.tree.map(lambda g, theta, anchor: g + pull * (theta - anchor), gradient, theta, anchor)
+        change, state = optimizer.update(gradient, model.state, theta)
+        return _unless(batch.rests, model, TrainedModel(optax.apply_updates(theta, change), state))
 
-        eta = jnp.where(batch.rests, 0.0, rate)
-        return jax.tree.map(of_leaf, theta, jax.grad(f)(theta, batch), anchor)
+    return TrainedModel(*jax.lax.fori_loop(0, schedule.turns, lambda n, m: reduce(step, schedule.turn(n), m), start))
 
-    return jax.lax.fori_loop(0, schedule.turns, lambda n, theta: reduce(descend, schedule.turn(n), theta), start)
+
+def _unless(rests: Array | bool, model: TrainedModel, moved: TrainedModel) -> TrainedModel:
+    """The model after the step, unless the client rests."""
+    return moved if rests is False else TrainedModel(*jax.tree.map(partial(jnp.where, rests), model, moved))

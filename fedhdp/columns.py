@@ -198,8 +198,8 @@ def _public_rows(columns: Columns, rows: Partition, public: Sequence[str]) -> tu
     is_public_K = np.isin(rows.levels, list(public))
     row_N = rows.train_N[is_public_K[rows.client_N[rows.train_N]]]
     if not len(row_N):
-        names, values = ", ".join(public), sorted(set(rows.levels.tolist()))
-        raise DataError(f"standardize = 'public' needs clients with level {names}, levels are {values}", "standardize")
+        levels = f"clients with level {', '.join(public)}, levels are {', '.join(np.unique(rows.levels))}"
+        raise DataError(f"standardize = 'public' needs {levels}", "standardize", "public")
     about = f"the {len(row_N)} training examples of clients who opted out ({', '.join(public)})"
     preparation = f"standardized by {about}; no epsilon covers these statistics"
     return {name: cells_N[row_N] for name, cells_N in columns.items()}, preparation

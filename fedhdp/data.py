@@ -59,6 +59,10 @@ class Examples(NamedTuple):
         """Whether all clients have the same number of examples."""
         return bool((self.count_K == self.count_K[0]).all())
 
+    def labels(self, client: int) -> np.ndarray:
+        """The targets of one client."""
+        return self.y_N[self.start_K[client] : self.start_K[client] + self.count_K[client]]
+
     def take(self, clients_C: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
         """The inputs and targets of these clients, each padded to the same capacity with zeros."""
         position_M = np.arange(capacity)

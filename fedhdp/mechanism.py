@@ -14,31 +14,37 @@ up, so that no clipped update is longer than the clip.
 | r_j        | ``weight``                          | the weight of one of the group's updates in the sum                |
 | λ_j        | ``pull``                            | how strongly personal models are pulled towards the global one     |
 | S          | ``clip``                            | the norm to which longer updates are scaled                        |
+| S_1 … S_L  | ``LayerClip``                       | the norms to which the layers of longer updates are scaled         |
 | κ          | ``AdaptiveClip.quantile``           | the quantile of the update norms that the clip follows             |
 | η_b        | ``AdaptiveClip.learning_rate``      | how fast the clip follows it                                       |
-| σ_b        | ``bit_noise_stddev``                | standard deviation of the noise on the sum of the clip bits        |
+| σ_b        | ``bit_noise_stddev``                | standard deviation of the noise on the sum of each clip bit        |
 | z_Δj       | ``update_noise_multiplier``         | noise multiplier of the update alone                               |
 | σ          | ``update_noise_stddev``             | standard deviation of the noise on the weighted sum, in clips      |
 | Σ r_j q_j N_j | ``expected_weight``              | the public denominator of the update                               |
 | Σ q_j N_j  | ``expected_cohort_size``            | the public denominator of the clip bits                            |
 | –          | ``l2_sensitivity``                  | how far one client moves the weighted sum, in clips                |
+| √L / 2     | ``bit_l2_sensitivity``              | how far one client moves the sums of the clip bits                 |
 | –          | ``effective_noise_multiplier``      | the noise multiplier that a group gets: at least z_j               |
 
-Axis letters: G groups.
+With a ``LayerClip`` of L layers, sums are "in clips" where each layer's part is divided by its own clip. A client moves them
+by at most its weight times √L, and the noise on layer l has standard deviation S_l·σ.
+
+Axis letters: G groups, L layers.
 """
 
 from __future__ import annotations
 
 import math
+import numbers
 from collections import Counter
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from fedhdp.errors import require
+from fedhdp.errors import InvalidValueError, require
 
 Noise = Literal["shared", "per_group"]
 Sampling = Literal["poisson", "fixed"]
@@ -99,7 +105,7 @@ class AdaptiveClip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         initial: The clip of the first round.
         quantile: The quantile of the update norms that it follows.
-        learning_rate: How fast it follows.
+        learning_rate: How fast it follows. 0: it is fixed, and no clip bits are released.
         bit_noise_stddev: Noise on the sum of the clip bits. None: see ``Mechanism.bit_noise_stddev``.
 
     Raises:
@@ -112,13 +118,86 @@ class AdaptiveClip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bit_noise_stddev: float | None = None
 
     def __post_init__(self) -> None:
-        in_range = MIN_CLIP <= self.initial <= MAX_VALUE
-        require(in_range, "initial", self.initial, f"between {MIN_CLIP:g} and {MAX_VALUE:g}")
-        require(0 <= self.quantile <= 1, "quantile", self.quantile, "between 0 and 1")
-        require(0 <= self.learning_rate < math.inf, "learning_rate", self.learning_rate, "finite and at least 0")
-        if self.bit_noise_stddev is not None:
-            in_range = 0 <= self.bit_noise_stddev < math.inf
-            require(in_range, "bit_noise_stddev", self.bit_noise_stddev, "finite and at least 0")
+        _require_clip("initial", self.initial)
+        _require_clip_rule(self)
+
+
+class LayerClip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A clip for each layer of the model: fixed, or following a quantile of the norms of that layer's updates.
+
+    A layer is named by the path of a parameter, such as ``first/w``, or by the beginning of the paths of several, such as
+    ``first``. Every parameter belongs to exactly one layer.
+
+    Args:
+        layers: The clip of the first round, by layer.
+        quantile: The quantile of the norms that each clip follows.
+        learning_rate: How fast the clips follow it. 0: they are fixed, and no clip bits are released.
+        bit_noise_stddev: Noise on the sum of each layer's clip bits. None: see ``Mechanism.bit_noise_stddev``.
+
+    Raises:
+        InvalidValueError: If a field is out of range.
+    """
+
+    layers: dict[str, float]
+    quantile: float = 0.5
+    learning_rate: float = 0.2
+    bit_noise_stddev: float | None = None
+
+    def __post_init__(self) -> None:
+        require(len(self.layers) >= 1, "layers", self.layers, "one layer or more")
+        for name, clip in self.layers.items():
+            require(bool(name) and name.isprintable(), "layers", name, "of printable names that are not empty")
+            _require_clip(f"layers.{name}", clip)
+        _require_clip_rule(self)
+
+    def __hash__(self) -> int:
+        return hash((*sorted(self.layers.items()), self.quantile, self.learning_rate, self.bit_noise_stddev))
+
+
+if TYPE_CHECKING:
+    Clip: TypeAlias = float | AdaptiveClip | LayerClip
+else:
+    Clip = Any  # msgspec decodes a union of one struct only: ``parse_clip`` decodes this one
+
+
+def parse_clip(value: Any) -> Clip:
+    """A clip from what a user or a file writes: a number, ``{initial: …}`` or ``{layers: {name: …}}``.
+
+    Raises:
+        InvalidValueError: If it is none of these, or a field is unknown or out of range.
+    """
+    if isinstance(value, AdaptiveClip | LayerClip):
+        return value
+    if not isinstance(value, dict):
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        require(is_number, "clip", value, "a number, a table with initial, or a table with layers")
+        _require_clip("clip", value)
+        return float(value)
+    require("initial" in value or "layers" in value, "clip", value, "a table with initial or layers")
+    kind: type[AdaptiveClip] | type[LayerClip] = LayerClip if "layers" in value else AdaptiveClip
+    fields = kind.__struct_fields__
+    for name in value:
+        require(name in fields, f"clip.{name}", value[name], f"one of {', '.join(fields)}")
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        if isinstance(cause := error.__cause__, InvalidValueError):
+            raise InvalidValueError(f"clip.{cause}", f"clip.{cause.field}", cause.value) from error
+        complaint, _, place = str(error).partition(" - at `$")
+        field = f"clip{place.rstrip('`')}"
+        raise InvalidValueError(f"{field}: {complaint}, in {value}", field, value) from error
+
+
+def _require_clip(field: str, clip: float) -> None:
+    require(MIN_CLIP <= clip <= MAX_VALUE, field, clip, f"between {MIN_CLIP:g} and {MAX_VALUE:g}")
+
+
+def _require_clip_rule(clip: AdaptiveClip | LayerClip) -> None:
+    """Refuse numbers that are out of range in the rule by which a clip moves."""
+    require(0 <= clip.quantile <= 1, "quantile", clip.quantile, "between 0 and 1")
+    require(0 <= clip.learning_rate < math.inf, "learning_rate", clip.learning_rate, "finite and at least 0")
+    in_range = clip.bit_noise_stddev is None or 0 <= clip.bit_noise_stddev < math.inf
+    require(in_range, "bit_noise_stddev", clip.bit_noise_stddev, "finite and at least 0")
 
 
 class RoundParams(NamedTuple):
@@ -127,7 +206,7 @@ class RoundParams(NamedTuple):
     weight_G: NDArray[np.float32]
     pull_G: NDArray[np.float32]
     update_noise_stddev: np.float32  # of the noise on the weighted sum, in clips
-    bit_noise_stddev: np.float32  # of the noise on the sum of centred bits
+    bit_noise_stddev: np.float32  # of the noise on each sum of centred bits
     expected_weight: np.float32  # the public denominator of the update
     expected_cohort_size: np.float32  # the public denominator of the bits
     quantile: np.float32
@@ -139,7 +218,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         groups: The privacy groups. They take the clients of a data set in order: the first group the first clients.
-        clip: The norm to which updates are clipped, fixed or adaptive.
+        clip: The norm to which updates are clipped: fixed, adaptive, or one for each layer.
         noise: "shared" adds one noise, large enough for the group that requires most. "per_group" adds one noise for each
             group, as the paper has it, so that each group's own sum could be released too.
         sampling: "poisson" samples every client independently and divides by the expected cohort. "fixed" samples a fixed
@@ -150,7 +229,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     groups: tuple[PrivacyGroup, ...]
-    clip: float | AdaptiveClip
+    clip: Clip
     noise: Noise = "shared"
     sampling: Sampling = "poisson"
 
@@ -160,13 +239,11 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(count == 1, "groups", name, "of different names")
         require(self.noise in ("shared", "per_group"), "noise", self.noise, "'shared' or 'per_group'")
         require(self.sampling in ("poisson", "fixed"), "sampling", self.sampling, "'poisson' or 'fixed'")
-        if not isinstance(self.clip, AdaptiveClip):
-            in_range = MIN_CLIP <= self.clip <= MAX_VALUE
-            require(in_range, "clip", self.clip, f"between {MIN_CLIP:g} and {MAX_VALUE:g}")
-        half = self.max_noise_multiplier / 2
-        if isinstance(self.clip, AdaptiveClip) and half > 0:
-            rule = f"above half the largest noise multiplier ({half:g}), or the clip bits alone cost more"
-            require(self.bit_noise_stddev > half, "bit_noise_stddev", self.bit_noise_stddev, rule)
+        msgspec.structs.force_setattr(self, "clip", parse_clip(self.clip))
+        least = self.max_noise_multiplier * self.bit_l2_sensitivity
+        if self.is_adaptive and least > 0:
+            rule = f"above {least:g} (the largest noise multiplier × sensitivity), or the clip bits alone cost more"
+            require(self.bit_noise_stddev > least, "bit_noise_stddev", self.bit_noise_stddev, rule)
 
     @property
     def clients(self) -> int:
@@ -215,34 +292,59 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.sampling, tuple((group.clients, group.sampling_rate) for group in self.groups)
 
     @property
-    def initial_clip(self) -> float:
-        """The clip of the first round."""
-        return self.clip.initial if isinstance(self.clip, AdaptiveClip) else self.clip
+    def layers(self) -> tuple[str, ...]:
+        """The layers that are clipped one by one, in the order of their clips; none with a flat clip."""
+        return tuple(sorted(self.clip.layers)) if isinstance(self.clip, LayerClip) else ()
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether clips move, so that clip bits are released."""
+        return not isinstance(self.clip, float) and self.clip.learning_rate > 0
+
+    @property
+    def initial_clip(self) -> NDArray[np.float32]:
+        """The clip of the first round: a number, or one for each of the layers."""
+        if isinstance(self.clip, LayerClip):
+            return np.array([self.clip.layers[name] for name in self.layers], np.float32)
+        return np.array(self.clip.initial if isinstance(self.clip, AdaptiveClip) else self.clip, np.float32)
+
+    @property
+    def clip_l2_norm(self) -> float:
+        """The largest norm of a clipped update, in clips: √L, and 1 with a flat clip."""
+        return math.sqrt(max(len(self.layers), 1))
+
+    @property
+    def bit_l2_sensitivity(self) -> float:
+        """How far one client moves the sums of the clip bits: it sends ½ or −½ for each clip."""
+        return self.clip_l2_norm / 2
 
     @property
     def bit_noise_stddev(self) -> float:
-        """Standard deviation of the noise on the sum of the clip bits, 0 with a fixed clip.
+        """Standard deviation of the noise on the sum of each clip bit, 0 with fixed clips.
 
-        By default a twentieth of the cohort, or twice the largest noise multiplier if that is more: the bits then cost
-        little beside the update.
+        By default a twentieth of the cohort, or twice the largest noise multiplier if that is more, times √L with a clip
+        for each layer: the bits then cost little beside the update, and as much for many layers as for one.
         """
-        if not isinstance(self.clip, AdaptiveClip):
+        if isinstance(self.clip, float) or not self.is_adaptive:
             return 0.0
-        if self.clip.bit_noise_stddev is not None:
-            return self.clip.bit_noise_stddev
-        if self.max_noise_multiplier == 0:
-            return 0.0
-        return max(self.expected_cohort_size() / 20, 2 * self.max_noise_multiplier)
+        if self.clip.bit_noise_stddev is not None or self.max_noise_multiplier == 0:
+            return self.clip.bit_noise_stddev or 0.0
+        return self.clip_l2_norm * max(self.expected_cohort_size() / 20, 2 * self.max_noise_multiplier)
+
+    @property
+    def bit_noise_multiplier(self) -> float:
+        """The noise multiplier of the clip bits alone; infinity with fixed clips, whose bits are not released."""
+        return self.bit_noise_stddev / self.bit_l2_sensitivity if self.is_adaptive else math.inf
 
     def update_noise_multiplier(self, group: PrivacyGroup) -> float:
-        """The noise multiplier of the update alone, z_Δ, such that update and clip bit together have the group's."""
-        if group.opted_out or not isinstance(self.clip, AdaptiveClip) or group not in self.sampled_groups:
+        """The noise multiplier of the update alone, z_Δ, such that update and clip bits together have the group's."""
+        if group.opted_out or not self.is_adaptive or group not in self.sampled_groups:
             return group.noise_multiplier
-        precision: float = group.noise_multiplier**-2 - (2 * self.bit_noise_stddev) ** -2
+        precision: float = group.noise_multiplier**-2 - self.bit_noise_multiplier**-2
         return float(precision**-0.5)
 
     def l2_sensitivity(self, group: PrivacyGroup) -> float:
-        """How far one client of the group can move the weighted sum, in clips: its weight, and the sum's rounding.
+        """How far one client of the group can move the weighted sum, in clips: its weight, and the sum's rounding; √L times.
 
         A sum in single precision is rounded at every client, up or down, by up to 2**-24 of its value. With n clients that
         adds up to about √n times as much: little, unless others weigh far more. n is a number that is hardly ever exceeded.
@@ -252,7 +354,8 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sizes = [self.expected_cohort_size(group) for group in self.groups]
         max_sizes = [size + 4 * math.sqrt(size) for size in sizes]
         max_weight = sum(group.weight * size for group, size in zip(self.groups, max_sizes, strict=True))
-        return group.weight + math.sqrt(sum(max_sizes)) * max_weight * FLOAT32_UNIT_ROUNDOFF
+        rounding = math.sqrt(sum(max_sizes)) * max_weight * FLOAT32_UNIT_ROUNDOFF
+        return self.clip_l2_norm * (group.weight + rounding)
 
     @property
     def update_noise_stddev(self) -> float:
@@ -266,7 +369,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Returns:
             0 for a group that opted out, infinity for one that no released sum depends on.
         """
-        if group.weight == 0 and not isinstance(self.clip, AdaptiveClip):
+        if group.weight == 0 and not self.is_adaptive:
             return math.inf
         if group.opted_out:
             return 0.0
@@ -278,8 +381,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             update = self.update_noise_stddev / self.l2_sensitivity(group)
         else:
             update = self.update_noise_multiplier(group)
-        bits = 2 * self.bit_noise_stddev if isinstance(self.clip, AdaptiveClip) else math.inf
-        precision: float = update**-2 + bits**-2
+        precision: float = update**-2 + self.bit_noise_multiplier**-2
         return float(precision**-0.5) if precision > 0 else math.inf
 
     def accounted_noise_multiplier(self, group: PrivacyGroup) -> float:
@@ -289,7 +391,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def round_params(self) -> RoundParams:
         """The numbers of one round, in single precision."""
-        clip = self.clip if isinstance(self.clip, AdaptiveClip) else AdaptiveClip(self.initial_clip, learning_rate=0.0)
+        clip = AdaptiveClip(self.clip, learning_rate=0.0) if isinstance(self.clip, float) else self.clip
         return RoundParams(
             weight_G=np.array([group.weight for group in self.groups], np.float32),
             pull_G=np.array([group.pull for group in self.groups], np.float32),

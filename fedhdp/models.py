@@ -1,7 +1,7 @@
 """Models: the paper's two networks, a linear model, and how to bring your own.
 
 A ``Model`` is a frozen pair of pure functions, ``init(key) -> parameters`` and ``apply(parameters, x_N, key) ->
-outputs``, with a loss and a score for each example. ``key`` is None in evaluation; in local training it is there for
+outputs``, with a loss for each example and metrics. ``key`` is None in evaluation; in local training it is there for
 dropout. Any pytree of float arrays serves as parameters, so a model from plain JAX is ready as it is, and one from Flax
 needs two lines:
 
@@ -41,6 +41,12 @@ def take(parameters_C: Parameters, which: Any) -> Parameters:
     return jax.tree.map(lambda leaf_C: leaf_C[which], parameters_C)
 
 
+def parameter_sizes(parameters: Parameters) -> dict[str, int]:
+    """How many parameters each array has, by its path in the model, in the order of a row of all parameters."""
+    leaves, _ = jax.tree.flatten_with_path(parameters)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): math.prod(leaf.shape) for path, leaf in leaves}
+
+
 @jax.custom_jvp
 def cross_entropy(logits_NL: Array, label_N: Array) -> Array:
     """The cross entropy of each example.
@@ -63,12 +69,6 @@ def _cross_entropy_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]
 
 def _one_hot(label_N: Array, logits_NL: Array) -> Array:
     return jax.nn.one_hot(label_N, logits_NL.shape[-1], dtype=logits_NL.dtype)
-
-
-def correct(logits_NL: Array, label_N: Array) -> Array:
-    """1 for each example whose label has the largest logit, 0 for the others and where a logit is not finite."""
-    predicted_N, finite_N = jnp.argmax(logits_NL, axis=-1), jnp.isfinite(jnp.max(logits_NL, axis=-1))
-    return ((predicted_N == label_N) & finite_N).astype(jnp.float32)
 
 
 def squared_error(output_ND: Array, target_ND: Array) -> Array:
@@ -95,14 +95,16 @@ class Model(NamedTuple):
         init: From a random key to parameters.
         apply: From parameters, inputs [N, ...] and a random key (None in evaluation) to outputs [N, ...].
         loss: From outputs and targets to the loss of each example.
-        score: From outputs and targets to the score of each example, the higher the better.
+        metrics: What is measured on test examples, the first of which tables show: names of built-in metrics, functions of
+            outputs and labels, or `Metric` values (see ``fedhdp.metrics``). Empty: accuracy, or mean_squared_error where
+            the loss is ``squared_error``.
         head: What follows a dense first layer; set by ``dense_first``.
     """
 
     init: Callable[[Array], Parameters]
     apply: Callable[[Parameters, Array, Array | None], Array]
     loss: Callable[[Array, Array], Array] = cross_entropy
-    score: Callable[[Array, Array], Array] = correct
+    metrics: tuple[Any, ...] = ()
     head: Callable[[Parameters, Array, Array | None], Array] | None = None
 
 
@@ -111,7 +113,7 @@ def dense_first(
     head: Callable[[Parameters, Array, Array | None], Array],
     inputs: int,
     units: int,
-    **loss_and_score: Any,
+    **loss_and_metrics: Any,
 ) -> Model:
     """A model that is ``head(rest, x·w + b, key)``: a dense layer on the flat input, then anything.
 
@@ -120,7 +122,7 @@ def dense_first(
         head: From its parameters, the dense layer's outputs and a random key to the model's outputs.
         inputs: The size of one example.
         units: Outputs of the dense layer.
-        **loss_and_score: ``loss`` and ``score`` of the model.
+        **loss_and_metrics: ``loss`` and ``metrics`` of the model.
 
     Returns:
         The model; its parameters are ``{"first": {"w", "b"}, "rest": ...}``.
@@ -134,7 +136,7 @@ def dense_first(
         flat_NF = x_N.reshape(x_N.shape[0], -1)
         return head(parameters["rest"], flat_NF @ parameters["first"]["w"] + parameters["first"]["b"], key)
 
-    return Model(init, apply, head=head, **loss_and_score)
+    return Model(init, apply, head=head, **loss_and_metrics)
 
 
 def dense(key: Array, inputs: int, units: int) -> Parameters:
@@ -168,7 +170,7 @@ def linear(
     outputs: int,
     bias: bool = True,
     loss: Callable[[Array, Array], Array] = cross_entropy,
-    score: Callable[[Array, Array], Array] = correct,
+    metrics: tuple[Any, ...] = (),
 ) -> Model:
     """A linear model; with the default loss, multinomial logistic regression.
 
@@ -177,15 +179,15 @@ def linear(
         outputs: The size of one output.
         bias: Whether a bias is added.
         loss: From outputs and targets to the loss of each example.
-        score: From outputs and targets to the score of each example.
+        metrics: As in ``Model``.
     """
     if bias:
-        return dense_first(lambda key: {}, lambda rest, h_NH, key: h_NH, inputs, outputs, loss=loss, score=score)
+        return dense_first(lambda key: {}, lambda rest, h_NH, key: h_NH, inputs, outputs, loss=loss, metrics=metrics)
 
     def apply(parameters: Parameters, x_N: Array, key: Array | None) -> Array:
         return x_N.reshape(x_N.shape[0], -1) @ parameters["w"]
 
-    return Model(lambda key: {"w": dense(key, inputs, outputs)["w"]}, apply, loss, score)
+    return Model(lambda key: {"w": dense(key, inputs, outputs)["w"]}, apply, loss, metrics)
 
 
 @lru_cache(maxsize=128)

@@ -155,6 +155,21 @@ def value_at(value: Any, round: int, field: str) -> float:
     return number
 
 
+def require_tables(optimizer: Any, field: str) -> None:
+    """Refuse an optimizer that cannot be written to a file: one with a function, or a transformation of optax.
+
+    Raises:
+        InvalidValueError: If it is one.
+    """
+    is_table = optimizer is None or (isinstance(optimizer, OptimizerConfig) and not _has_function(optimizer))
+    require(is_table, field, optimizer, "a table with a name and arguments in an experiment")
+
+
+def _has_function(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+    return callable(value) or any(map(_has_function, items))
+
+
 def check_transformation(transformation: optax.GradientTransformation, like: Any = None) -> None:
     """Trace the initialization and a step of an optax transformation.
 

@@ -19,26 +19,26 @@ from fedhdp import server
 from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData
 from fedhdp.devices import use_cpu_cores
-from fedhdp.engine.checks import check_data
-from fedhdp.engine.evaluation import Evaluation
+from fedhdp.engine.checks import check_data, check_metrics
+from fedhdp.engine.evaluation import Evaluation, model_metrics
 from fedhdp.engine.examples import engine_config, make_example_store, make_gram_matrices
 from fedhdp.engine.personal_store import StateArrays, make_personal_store
 from fedhdp.engine.placement import Placement, make_slot_table
 from fedhdp.engine.round import Engine, EngineConfig, ExampleArrays, RoundParamsBatch
 from fedhdp.errors import DataError, ModelError, RunError, require
 from fedhdp.mechanism import Mechanism
-from fedhdp.models import Array, Model, Parameters
-from fedhdp.results.metrics import MetricRow, evaluation_rows
-from fedhdp.results.schema import ACCURACY, SimulationResult
+from fedhdp.models import Array, Model, Parameters, parameter_sizes
+from fedhdp.results.metrics import MetricRow, clip_rows, evaluation_rows, round_rows
+from fedhdp.results.schema import MetricInfo, SimulationResult
 from fedhdp.results.store import read_arrays, write_arrays
 from fedhdp.rng import BATCHES, COHORT, MODEL, NOISE, os_entropy, stream
 from fedhdp.server import Optimizer, ServerOptimizer, ServerState
 
-Hook = Callable[["Simulation"], bool | None]
+Callback = Callable[["Simulation"], bool | None]
 
 
 @lru_cache(maxsize=8)  # on CPUs each takes up to a thousand of the 65,530 memory maps that Linux gives a process
-def _engine(model: Model, training: LocalTraining, optimizer: Optimizer, config: EngineConfig) -> Engine:
+def _engine(model: Model, training: LocalTraining, optimizer: ServerOptimizer, config: EngineConfig) -> Engine:
     """One engine for all simulations that differ in numbers alone: they share a compilation."""
     return Engine(model, training, optimizer, config)
 
@@ -54,7 +54,7 @@ class Simulation:
         model: The network.
         mechanisms: One mechanism, or several that draw the same cohorts.
         training: How clients train.
-        server_optimizer: How the server applies the noised update: a ServerOptimizer or any optax transformation.
+        server_optimizer: A ServerOptimizer, an OptimizerConfig or any optax transformation. None: the update is added.
         seed: Seed of the initial model and of the batches, from 0 to 2**31 - 1.
         noise_seed: Seed of the noise and of the cohorts: repeatable and not private. None: the operating system's entropy.
         directory: Where personal models are that do not fit in memory. None: a temporary file.
@@ -68,7 +68,8 @@ class Simulation:
         round: The number of completed rounds.
         server_state: The server's state of every run.
         participated_K: The clients who have taken part in a round, and so have personal models.
-        histories: For each mechanism, the metrics of the rounds that ``run`` evaluated.
+        metrics: What is measured on test examples.
+        histories: For each mechanism, what the evaluations of ``run`` measured.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Simulation:
         if noise_seed is not None:
             require(0 <= noise_seed < 2**31, "noise_seed", noise_seed, "at least 0 and below 2**31")
         self.data, self.seed, self.noise_seed, self.cohort_entropy = data, seed, noise_seed, cohort_entropy
-        self.training, self.server_optimizer = training or LocalTraining(), server_optimizer or ServerOptimizer()
+        self.training, self.server_optimizer = training or LocalTraining(), server.as_server_optimizer(server_optimizer)
         mechanisms = (mechanisms,) if isinstance(mechanisms, Mechanism) else tuple(mechanisms)
         require(len(mechanisms) >= 1, "mechanisms", len(mechanisms), "one or more")
         runs = list(dict.fromkeys(mechanism.without_pulls for mechanism in mechanisms))
@@ -98,16 +99,20 @@ class Simulation:
             message = f"groups have {clients} clients in total, the data has {data.num_clients}"
             raise DataError(message, "groups", clients)
         check_data(data, model)
+        metrics = model_metrics(model)
+        check_metrics(data, model, metrics)
+        self.metrics = tuple(MetricInfo(metric.name, metric.higher_is_better, metric.percent) for metric in metrics)
         config = engine_config(data, model, self.training, self.run_of)
+        sizes = parameter_sizes(jax.eval_shape(model.init, jax.random.key(0)))
+        config = config._replace(layers=server.make_layers(self.mechanism, sizes))
         self.engine = _engine(model, self.training, self.server_optimizer, config)
         self.group_K = self.mechanism.client_group_indices
-        self.metrics = (ACCURACY,)
         personalize = self.training.personalize
         self.placement = Placement(self.engine, self.mechanism, data.train.count_K, by_owner=personalize)
         self.examples = make_example_store(self.engine, data.train, self.engine.config.sizes[-1])
         self.gram_K = make_gram_matrices(self.engine, self.examples)
         self.store = make_personal_store(self.engine, data.num_clients, directory) if personalize else None
-        self._evaluation = Evaluation(self.engine, data, self.group_K, self.run_of)
+        self._evaluation = Evaluation(self.engine, data, self.group_K, self.run_of, metrics)
         self._initialize()
 
     def _initialize(self) -> None:
@@ -121,7 +126,7 @@ class Simulation:
         self.participated_K = np.zeros(self.data.num_clients, bool)
         self.histories: list[list[MetricRow]] = [[] for _ in self.mechanisms]
         self._done: Array | None = None  # ready when the last round is computed
-        self._scores: dict[str, np.ndarray] | None = None  # the clients' scores of this round
+        self._scores: dict[str, np.ndarray] | None = None  # what the clients measure in this round
 
     def set_mechanisms(self, mechanisms: Sequence[Mechanism]) -> None:
         """Replace the mechanisms for the rounds that follow; those that share a run still differ in their pulls alone.
@@ -131,6 +136,8 @@ class Simulation:
         """
         cohorts = {mechanism.cohort_distribution for mechanism in mechanisms}
         require(len(cohorts) == 1, "mechanisms", len(cohorts), "such that all draw the same cohorts")
+        layers = {mechanism.layers for mechanism in mechanisms}
+        require(len(layers) == 1, "mechanisms", len(layers), "such that all clip the same layers")
         require(len(mechanisms) == len(self.run_of), "mechanisms", len(mechanisms), f"{len(self.run_of)}, as there are")
         for mechanism in mechanisms:
             self.training.check(mechanism)
@@ -154,26 +161,32 @@ class Simulation:
     def run(
         self,
         rounds: int,
-        before_round: Hook | None = None,
-        after_round: Hook | None = None,
+        before_round: Callback | None = None,
+        on_round: Callback | None = None,
         evaluate_every: int | None = None,
+        on_evaluate: Callable[[Simulation, list[list[MetricRow]]], bool | None] | None = None,
     ) -> None:
         """Run rounds until ``rounds`` are completed, those before this call included.
 
         Args:
             rounds: The number of completed rounds at which to stop.
             before_round: Called before each round. It may call `set_mechanisms`. False ends the loop.
-            after_round: Called after each round and its evaluation. False ends the loop.
+            on_round: Called after each round and its evaluation; `round_rows` has what the round measured. False ends the
+                loop.
             evaluate_every: Evaluate every so many rounds and after the last one, into ``histories``. None: never.
+            on_evaluate: Called after each evaluation, with what `evaluate` returned. False ends the loop after the round.
         """
         while self.round < rounds:
             if before_round is not None and before_round(self) is False:
                 return
             self.run_round()
+            ends = False
             if evaluate_every is not None and (self.round % evaluate_every == 0 or self.round == rounds):
-                for history, rows in zip(self.histories, self.evaluate(), strict=True):
+                evaluation = self.evaluate()
+                for history, rows in zip(self.histories, evaluation, strict=True):
                     history += rows
-            if after_round is not None and after_round(self) is False:
+                ends = on_evaluate is not None and on_evaluate(self, evaluation) is False
+            if (on_round is not None and on_round(self) is False) or ends:
                 return
 
     def draw_cohort(self, round: int) -> np.ndarray:
@@ -233,11 +246,11 @@ class Simulation:
             self._done.block_until_ready()
 
     def client_scores(self) -> dict[str, np.ndarray]:
-        """Each client's mean scores on its test examples.
+        """What each client measures on its test examples.
 
         Returns:
             By ``MODEL/METRIC``, as "global/accuracy", arrays of the shape (clients, mechanisms). A model is global, and
-            where there are such average, personal and chosen. A client without test examples has NaN.
+            where there are such average, personal and chosen. NaN where a metric is undefined, and without test examples.
         """
         if self._scores is None:
             self.wait()
@@ -247,26 +260,30 @@ class Simulation:
     def _global_models(self) -> dict[str, Array]:
         """The global models of all runs, and their averages if there are such."""
         models = {"global": self.server_state.theta_P}
-        if server.average_decay(self.server_optimizer) is not None:
+        if self.server_optimizer.average is not None:
             models["average"] = jax.vmap(partial(server.averaged_model, self.server_optimizer))(self.server_state)
         return models
 
     def evaluate(self) -> list[list[MetricRow]]:
         """For each mechanism, the metrics of all models: on the server's test set, and by group on the clients' own."""
-        client_scores, names = self.client_scores(), [group.name for group in self.mechanism.groups]
-        models = self._global_models() if len(self.data.server_y_N) > 0 else {}
-        server_scores = {model: self._evaluation.on_server(theta_RP) for model, theta_RP in models.items()}
+        client_values, names = self.client_scores(), [group.name for group in self.mechanism.groups]
+        server_values = self._evaluation.on_server(self._global_models())
+        rows = []
+        for v, (r, of_round) in enumerate(zip(self.run_of, self.round_rows(), strict=True)):
+            of_server = {name: float(value_R[r]) for name, value_R in server_values.items()}
+            of_clients = {name: value_KV[:, v] for name, value_KV in client_values.items()}
+            values = evaluation_rows(self.round, self.metrics, names, self.group_K, of_server, of_clients)
+            rows.append(values + of_round)
+        return rows
+
+    def round_rows(self) -> list[list[MetricRow]]:
+        """For each mechanism, what rounds measure without an evaluation: the next clip, and each group's refused updates."""
         clip_R, refused_RG = np.asarray(self.server_state.clip), np.asarray(self.server_state.refused_G)
-        metrics = []
-        for v, r in enumerate(self.run_of):
-            of_server = {f"{model}/accuracy": float(score_R[r]) for model, score_R in server_scores.items()}
-            of_clients = {name: score_KV[:, v] for name, score_KV in client_scores.items()}
+        rows, names = [], [group.name for group in self.mechanism.groups]
+        for r in self.run_of:
             refused = dict(zip(names, refused_RG[r].tolist(), strict=True))
-            rows = evaluation_rows(
-                self.round, self.metrics, self.group_K, of_server, of_clients, float(clip_R[r]), refused
-            )
-            metrics.append(rows)
-        return metrics
+            rows.append(round_rows(self.round, clip_rows(self.round, self.mechanism.layers, clip_R[r]), refused))
+        return rows
 
     def global_model(self, number: int = 0) -> np.ndarray:
         """The global model of the mechanism with this number, as one row of parameters."""
@@ -356,18 +373,23 @@ def simulate(
     evaluate_every: int | None = None,
     seed: int = 0,
     noise_seed: int | None = None,
-    on_round: Hook | None = None,
+    on_round: Callback | None = None,
+    on_evaluate: Callable[[Simulation, Any], bool | None] | None = None,
 ) -> SimulationResult:
     """Train under one mechanism and evaluate. The other arguments and the errors are those of `Simulation`.
 
     Args:
         rounds: The number of rounds.
         evaluate_every: Evaluate every so many rounds, and after the last one. None: after the last one only.
-        on_round: Called with the simulation after each round. False ends the training.
+        on_round: Called with the simulation after each round; its `round_rows` has what was measured. False ends the
+            training.
+        on_evaluate: Called with the simulation and the rows of each evaluation that ``evaluate_every`` asks for. False ends
+            the training.
     """
     rule = "a Mechanism (simulate_many takes several)"
     require(isinstance(mechanism, Mechanism), "mechanism", type(mechanism).__name__, rule)
-    optional = (training, server_optimizer, rounds, evaluate_every, seed, noise_seed, on_round)
+    on_evaluate_all = on_evaluate and (lambda simulation, evaluation: on_evaluate(simulation, evaluation[0]))
+    optional = (training, server_optimizer, rounds, evaluate_every, seed, noise_seed, on_round, on_evaluate_all)
     return simulate_many(data, model, [mechanism], *optional)[0]
 
 
@@ -381,20 +403,22 @@ def simulate_many(
     evaluate_every: int | None = None,
     seed: int = 0,
     noise_seed: int | None = None,
-    on_round: Hook | None = None,
+    on_round: Callback | None = None,
+    on_evaluate: Callable[[Simulation, Any], bool | None] | None = None,
 ) -> list[SimulationResult]:
     """Train under several mechanisms in one program, paired: with the same cohorts, batches and initial model.
 
-    The arguments are those of `simulate`. There is a result for each mechanism, in their order.
+    The arguments are those of `simulate`; ``on_evaluate`` gets a list of rows for each mechanism. There is a result for each
+    mechanism, in their order.
     """
     for field, value in (("rounds", rounds), ("evaluate_every", rounds if evaluate_every is None else evaluate_every)):
         is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
         require(is_integer and value >= 1, field, value, "a whole number of at least 1")
     simulation = Simulation(data, model, mechanisms, training, server_optimizer, seed, noise_seed)
-    simulation.run(rounds, after_round=on_round, evaluate_every=evaluate_every or rounds)
+    simulation.run(rounds, None, on_round, evaluate_every or rounds, on_evaluate)
     results = []
     for number, (mechanism, history) in enumerate(zip(simulation.mechanisms, simulation.histories, strict=True)):
-        if not history or history[-1].round != simulation.round:  # ended by on_round
+        if not history or history[-1].round != simulation.round:  # ended by a callback
             history += simulation.evaluate()[number]
         scores = {name: score_KV[:, number] for name, score_KV in simulation.client_scores().items()}
         parameters, repeatable = simulation.named_parameters(number), noise_seed is not None

@@ -14,6 +14,7 @@ from fedhdp.client import LocalTraining, scale_inputs, shuffle
 from fedhdp.engine.chunk import Clients, client_updates
 from fedhdp.engine.low_rank import Parametrization
 from fedhdp.models import Model, take
+from fedhdp.server import Layers
 
 
 class Chunk(NamedTuple):
@@ -47,20 +48,29 @@ def random_chunk(
     return Chunk(theta, personal_C, x_CM, y_CM, jnp.asarray(counts, jnp.int32), pull_C, keys[1:])
 
 
-@partial(jax.jit, static_argnums=(0, 1, 3, 4))
+@partial(jax.jit, static_argnums=(0, 1, 3, 4), static_argnames="layers")
 def train(
-    model: Model, training: LocalTraining, chunk: Chunk, kind: type[Parametrization], uniform_size: bool = False
+    model: Model,
+    training: LocalTraining,
+    chunk: Chunk,
+    kind: type[Parametrization],
+    uniform_size: bool = False,
+    layers: Layers | None = None,
+    scale_CL: np.ndarray | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Updates and personal models as one row for each client, and the updates' norms."""
+    """Updates, scaled, and personal models as one row for each client, and the updates' norms."""
     order_CM = jax.vmap(partial(shuffle, capacity=chunk.x_CM.shape[1]))(chunk.key_C, chunk.count_C)
     x_CM, y_CM = (jax.vmap(lambda a_M, order_M: a_M[order_M])(a, order_CM) for a in (chunk.x_CM, chunk.y_CM))
     run_V, personal_CV = np.zeros(1, int), jax.tree.map(lambda leaf_C: leaf_C[:, None], chunk.personal_C)
-    parametrization = kind(model, take(chunk.theta, None), run_V, scale_inputs(x_CM, 1 / 255))
+    parametrization = kind(model, take(chunk.theta, None), run_V, scale_inputs(x_CM, 1 / 255), layers=layers)
     clients = Clients(y_CM, chunk.count_C, chunk.pull_C[:, None], chunk.key_C)
     rates = jnp.array(training.rates(0))
     updates, personal_CV = client_updates(model, training, parametrization, clients, personal_CV, rates, uniform_size)
     update_C = jax.tree.map(lambda leaf_CR: leaf_CR[:, 0], updates.update_CR)
-    full_C = jax.vmap(lambda scale_C: parametrization.weighted_sum(scale_C, update_C))(jnp.eye(len(x_CM)))
+    scales = jnp.eye(len(x_CM))  # each client alone
+    if layers is not None:
+        scales = scales[:, :, None] * (jnp.ones((1, layers.number)) if scale_CL is None else scale_CL)
+    full_C = jax.vmap(lambda scale_C: parametrization.weighted_sum(scale_C, update_C))(scales)
     return flatten(full_C), flatten(personal_CV), updates.norm_CR[:, 0]
 
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fedhdp.data import FederatedData, examples
 from fedhdp.errors import FedHDPError, InvalidValueError
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.mechanism import AdaptiveClip, LayerClip, Mechanism, PrivacyGroup
 
 
 def tiny_data(sizes: list[int], inputs: int = 12, classes: int = 3, seed: int = 0) -> FederatedData:
@@ -47,7 +48,15 @@ def mechanisms(draw: st.DrawFn) -> Mechanism:
         )
         for i in range(draw(st.integers(1, 4)))
     )
-    clip = draw(st.sampled_from([0.5, AdaptiveClip(0.5), AdaptiveClip(0.5, bit_noise_stddev=15.0)]))
+    layers = LayerClip({"a": 0.5, "b": 2.0, "c": 0.1})
+    clips = [
+        0.5,
+        AdaptiveClip(0.5),
+        AdaptiveClip(0.5, bit_noise_stddev=20.0),
+        layers,
+        replace(layers, learning_rate=0.0),
+    ]
+    clip = draw(st.sampled_from(clips))
     return Mechanism(groups, clip, draw(st.sampled_from(["shared", "per_group"])))
 
 

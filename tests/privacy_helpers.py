@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.mechanism import AdaptiveClip, LayerClip, Mechanism, PrivacyGroup
+
+LAYERS = LayerClip({"a": 0.5, "b": 2.0, "c": 0.1})
+FIXED_LAYERS = LayerClip({"a": 0.5, "b": 2.0}, learning_rate=0.0)
 
 
 def one_group(noise_multiplier: float, rate: float = 0.05, **fields: object) -> Mechanism:
@@ -23,6 +26,6 @@ groups = st.builds(
 mechanisms = st.builds(
     Mechanism,
     groups=st.lists(groups, min_size=1, max_size=4, unique_by=lambda group: group.name).map(tuple),
-    clip=st.sampled_from([1.0, AdaptiveClip(0.5), AdaptiveClip(0.5, bit_noise_stddev=15.0)]),
+    clip=st.sampled_from([1.0, AdaptiveClip(0.5), AdaptiveClip(0.5, bit_noise_stddev=15.0), LAYERS, FIXED_LAYERS]),
     noise=st.sampled_from(["shared", "per_group"]),
 )

@@ -7,13 +7,14 @@ are batched, and which noise is drawn. The network and its gradient are written 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
 from fedhdp.client import LocalTraining, shuffle
 from fedhdp.data import FederatedData
-from fedhdp.mechanism import AdaptiveClip, Mechanism
+from fedhdp.mechanism import AdaptiveClip, LayerClip, Mechanism
 from fedhdp.rng import BATCHES, COHORT, NOISE, stream
 from fedhdp.server import gaussian, sample_cohort
 
@@ -44,30 +45,57 @@ def unflat(theta: np.ndarray, like: Network) -> Network:
     return {"b1": b1, "w1": w1.reshape(like["w1"].shape), "b2": b2, "w2": w2.reshape(like["w2"].T.shape).T}
 
 
+def descent(training: LocalTraining, eta: float, theta: Network) -> Callable[[Network, Network], Network]:
+    """A step by a gradient: gradient descent in float64, or the plain loop of any other optax transformation."""
+    transformation = training.transformation(eta)
+    state = [transformation.init(theta)]
+
+    def step(theta: Network, gradient: Network) -> Network:
+        if training.is_plain_sgd:
+            return {n: theta[n] - eta * gradient[n] for n in theta}
+        update, state[0] = transformation.update(gradient, state[0], theta)
+        return {n: np.asarray(theta[n] + update[n], np.float64) for n in theta}
+
+    return step
+
+
 def client_update(theta_0: Network, theta_j: Network, x: np.ndarray, y: np.ndarray, order: np.ndarray, eta: float,
                   eta_p: float, pull: float, training: LocalTraining) -> tuple[np.ndarray, Network]:  # fmt: skip
     """ClientUpdate, line by line."""
     theta = dict(theta_0)
+    descend, descend_personal = descent(training, eta, theta), descent(training, eta_p, theta_j)
     batches = [order[i : i + training.batch_size] for i in range(0, len(order), training.batch_size)]
     if training.drop_remainder and len(batches) > 1 and len(batches[-1]) < training.batch_size:
         batches = batches[:-1]
     for epoch in range(training.epochs):
         for batch in batches:
             g = gradient(theta, x[batch], y[batch])
-            theta = {n: theta[n] - eta * (g[n] + training.proximal * (theta[n] - theta_0[n])) for n in theta}
+            theta = descend(theta, {n: g[n] + training.proximal * (theta[n] - theta_0[n]) for n in theta})
             if epoch >= (training.personal_epochs or training.epochs):
                 continue
             g = gradient(theta_j, x[batch], y[batch])
-            theta_j = {n: theta_j[n] - eta_p * (g[n] + pull * (theta_j[n] - theta_0[n])) for n in theta_j}
+            theta_j = descend_personal(theta_j, {n: g[n] + pull * (theta_j[n] - theta_0[n]) for n in theta_j})
     return flat(theta) - flat(theta_0), theta_j
 
 
+def layers_of(mechanism: Mechanism, size: int, network: Network) -> list[tuple[np.ndarray, float]]:
+    """The parameters that are clipped together, as columns of ``flat``, and their clip of the first round."""
+    if not isinstance(mechanism.clip, LayerClip):
+        clip = mechanism.clip.initial if isinstance(mechanism.clip, AdaptiveClip) else mechanism.clip
+        return [(np.arange(size), clip)]
+    paths = {"first/b": "b1", "first/w": "w1", "rest/b": "b2", "rest/w": "w2"}
+    path_of = np.repeat(list(paths), [network[name].size for name in paths.values()])
+    clips = sorted(mechanism.clip.layers.items())
+    return [(np.flatnonzero([path.startswith(layer) for path in path_of]), clip) for layer, clip in clips]
+
+
 def train(data: FederatedData, mechanism: Mechanism, training: LocalTraining, network: Network, rounds: int, seed: int,
-          noise_seed: int) -> tuple[np.ndarray, float, dict[int, np.ndarray]]:  # fmt: skip
-    """The global model, the clip and the personal models after some rounds."""
+          noise_seed: int) -> tuple[np.ndarray, np.ndarray, dict[int, np.ndarray]]:  # fmt: skip
+    """The global model, the clip (by layer, where there are such) and the personal models after some rounds."""
     theta, personal = network, {}
-    adaptive = mechanism.clip if isinstance(mechanism.clip, AdaptiveClip) else None
-    S = mechanism.initial_clip
+    adaptive = mechanism.clip if getattr(mechanism.clip, "learning_rate", 0) > 0 else None
+    layers = layers_of(mechanism, flat(theta).size, network)
+    S = [clip for _, clip in layers]
     group_of = [j for j, group in enumerate(mechanism.groups) for _ in range(group.clients)]
     for t in range(rounds):
         eta, eta_p = training.rates(t)
@@ -84,15 +112,19 @@ def train(data: FederatedData, mechanism: Mechanism, training: LocalTraining, ne
             personal.setdefault(j, theta)
             pull = mechanism.groups[i].pull
             update, personal[j] = client_update(theta, personal[j], x, y, order, eta, eta_p, pull, training)
-            norm = math.sqrt(float(update @ update))
-            bits.append(1.0 if norm <= S else 0.0)
-            sums[i] += update * S / max(norm, S)
+            bits.append([])
+            for (columns, _), S_l in zip(layers, S, strict=True):
+                part = update[columns]
+                norm = math.sqrt(float(part @ part))
+                bits[-1].append(1.0 if norm <= S_l else 0.0)
+                sums[i][columns] += part * S_l / max(norm, S_l)
             came[i] += 1
 
-        # z_Delta: what is left for the update when the bits have taken their share of z
+        # z_Delta: what is left for the update when the bits have taken their share of z. L bits of ±1/2 have norm √L/2.
+        root_L = math.sqrt(len(layers))
         sigma_b = mechanism.bit_noise_stddev
         z = [g.noise_multiplier for g in mechanism.groups]
-        z_update = [(zi**-2 - (2 * sigma_b) ** -2) ** -0.5 if zi > 0 and adaptive else zi for zi in z]
+        z_update = [(zi**-2 - (2 * sigma_b / root_L) ** -2) ** -0.5 if zi > 0 and adaptive else zi for zi in z]
         r = [g.weight for g in mechanism.groups]
         if mechanism.noise == "shared":
             sigma = max(ri * zi for ri, zi in zip(r, z_update, strict=True))
@@ -101,11 +133,15 @@ def train(data: FederatedData, mechanism: Mechanism, training: LocalTraining, ne
         expected = [g.sampling_rate * g.clients for g in mechanism.groups]
         counts = came if mechanism.sampling == "fixed" else expected
         key_update, key_bits = jax.random.split(jax.random.wrap_key_data(stream(noise_seed, NOISE, t)))
-        noise = sigma * S * np.asarray(gaussian(key_update, (flat(theta).size,)))
+        noise = root_L * sigma * np.asarray(gaussian(key_update, (flat(theta).size,)), np.float64)  # in clips
+        for (columns, _), S_l in zip(layers, S, strict=True):
+            noise[columns] *= S_l
         denominator = sum(ri * n for ri, n in zip(r, counts, strict=True))
         update = (sum(ri * s for ri, s in zip(r, sums, strict=True)) + noise) / denominator if denominator > 0 else 0.0
         theta = unflat(flat(theta) + update, theta)
         if adaptive:
-            noisy = sum(b - 0.5 for b in bits) + sigma_b * float(gaussian(key_bits))
-            S *= math.exp(-adaptive.learning_rate * (noisy / sum(counts) + 0.5 - adaptive.quantile))
-    return flat(theta), S, {j: flat(own) for j, own in personal.items()}
+            bit_noise = sigma_b * np.asarray(gaussian(key_bits, (len(S),)))
+            for number in range(len(S)):
+                noisy = sum(b[number] - 0.5 for b in bits) + float(bit_noise[number])
+                S[number] *= math.exp(-adaptive.learning_rate * (noisy / sum(counts) + 0.5 - adaptive.quantile))
+    return flat(theta), np.array(S), {j: flat(own) for j, own in personal.items()}

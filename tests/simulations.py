@@ -23,7 +23,7 @@ CHOSEN = mechanism_of((4, 0.0, 1.0), (5, 0.5, 0.7), (10, 1.5, 0.2))
 def trained(data, mechanism, rounds=3, **options) -> Simulation:
     """A simulation after some rounds, with a seed for every random stream."""
     options = {"training": TRAINING, "seed": 3, "noise_seed": 7} | options
-    simulation = Simulation(data, MODEL, mechanism, **options)
+    simulation = Simulation(data, options.pop("model", MODEL), mechanism, **options)
     simulation.run(rounds)
     return simulation
 

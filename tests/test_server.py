@@ -16,9 +16,11 @@ from msgspec.structs import replace
 from scipy import special, stats
 
 from fedhdp.mechanism import MAX_VALUE, MIN_CLIP, AdaptiveClip
+from fedhdp.optimizers import OptimizerConfig
 from fedhdp.server import (
     ServerOptimizer,
     Sums,
+    as_server_optimizer,
     averaged_model,
     clip_and_sum,
     dense_updates,
@@ -235,14 +237,15 @@ def test_model_average_is_corrected_for_its_start():
 
 
 def test_momentum_adds_its_share_of_the_last_step():
-    states = states_after(ServerOptimizer(learning_rate=0.5, momentum=0.8), 1, 1)
+    states = states_after(ServerOptimizer(OptimizerConfig("sgd", learning_rate=0.5, momentum=0.8)), 1, 1)
     assert [float(state.theta_P[0]) for state in states] == pytest.approx([0.5, 1.4])
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "yogi"])
-def test_adam_and_yogi_without_momentum_ignore_zero_updates(optimizer):
+@pytest.mark.parametrize("name", ["adam", "yogi"])
+def test_adam_and_yogi_without_momentum_ignore_zero_updates(name):
     for momentum, moves in ((0.0, False), (0.5, True)):
-        first, second = states_after(ServerOptimizer(optimizer, learning_rate=0.1, momentum=momentum), 1, 0)
+        config = OptimizerConfig(name, learning_rate=0.1, b1=momentum, b2=0.99, eps=1e-3)
+        first, second = states_after(ServerOptimizer(config), 1, 0)
         assert (float(second.theta_P[0]) > float(first.theta_P[0]) + 1e-3) == moves
 
 
@@ -259,7 +262,7 @@ def test_clip_has_bounds(bits, bound):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("name", "add"), ("learning_rate", 0.0), ("learning_rate", math.inf), ("momentum", 1.0), ("average", 1.0)],
+    [("optimizer", "add"), ("optimizer", 0.5), ("average", 1.0), ("average", math.nan)],
 )
 def test_invalid_optimizer_is_refused(field, value):
     with raises_field(field):
@@ -267,6 +270,16 @@ def test_invalid_optimizer_is_refused(field, value):
 
 
 def test_optax_transformation_is_an_optimizer():
-    built_in = states_after(ServerOptimizer(learning_rate=0.5, momentum=0.8), 1, 1)
-    transformation = states_after(optax.sgd(0.5, 0.8), 1, 1)
-    assert [state.theta_P for state in built_in] == [state.theta_P for state in transformation]
+    by_name = states_after(ServerOptimizer({"name": "sgd", "learning_rate": 0.5, "momentum": 0.8}), 1, 1)
+    transformation = states_after(as_server_optimizer(optax.sgd(0.5, 0.8)), 1, 1)
+    assert [state.theta_P for state in by_name] == [state.theta_P for state in transformation]
+
+
+def test_server_schedule_counts_rounds():
+    schedule = {"schedule": "linear_schedule", "init_value": 1.0, "end_value": 0.0, "transition_steps": 2}
+    server = ServerOptimizer(OptimizerConfig("sgd", learning_rate=schedule), average=0.5)
+    assert [float(state.theta_P[0]) for state in states_after(server, 1, 1, 1)] == [1.0, 1.5, 1.5]
+
+
+def test_default_adds_the_update():
+    assert [float(state.theta_P[0]) for state in states_after(ServerOptimizer(), 0.3, 0.3)] == pytest.approx([0.3, 0.6])

@@ -1,4 +1,4 @@
-"""The server: the initial model, and its accuracy on the server's own test set."""
+"""The server: the initial model, and its metrics on the server's own test set."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from task import INPUT_SCALE, MODEL, load_server_test
 from fedhdp.flower import Arrays, initial_arrays, scorer, server_app
 
 
-def score(arrays: Arrays) -> float:
-    """The model's accuracy on the server's test set."""
+def score(arrays: Arrays) -> dict[str, float]:
+    """The model's metrics on the server's test set."""
     return scorer(MODEL, *load_server_test(), INPUT_SCALE)(arrays)
 
 

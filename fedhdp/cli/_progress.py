@@ -164,13 +164,14 @@ def _rate_text(rate: float) -> str:
 
 
 def _note(progress: Progress) -> str:
-    """Accuracies, epsilons and the rounds that budgets allow; ranges where several variants run together."""
+    """The first metric, epsilons and the rounds that budgets allow; ranges where several variants run together."""
     from fedhdp.privacy.accounting import format_epsilon, pluralize
 
-    accuracies = sorted({f"{100 * accuracy:.1f}" for accuracy in progress.accuracies}, key=float)
-    parts = [f"accuracy {_range([accuracies[0], accuracies[-1]])}%"] if accuracies else []
-    for name, ends in progress.epsilon().items():
-        parts.append(f"ε {name} {_range([format_epsilon(epsilon, 2) for epsilon in ends])}")
+    metric, unit = progress.metric, "%" if progress.metric.percent else ""
+    ends = [metric.format(end(progress.values), 1) for end in (min, max)] if progress.values else []
+    parts = [f"{metric.name} {_range(ends)}{unit}"] if ends else []
+    for name, epsilons in progress.epsilon().items():
+        parts.append(f"ε {name} {_range([format_epsilon(epsilon, 2) for epsilon in epsilons])}")
     for name, rounds in progress.rounds_left().items():
         if rounds < math.inf:
             parts.append(f"{name} has {pluralize(int(rounds))} left")

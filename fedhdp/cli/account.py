@@ -132,11 +132,17 @@ def _account_named(name: str, rounds: int | None, delta: float | None, tuning: T
             raise ConfigError(message, "--tuning-trials", tuning.trials)
         _account_app(Deployment.from_app(path, **changes), json)
     else:
-        from fedhdp.experiments import EXPERIMENTS
+        from fedhdp.experiments import EXPERIMENTS, expand
         from fedhdp.experiments.config import find
 
         name = str(path / EXPERIMENT_FILE) if path.is_dir() else name  # the directory of a run
-        _account_experiment(msgspec.structs.replace(find(name, EXPERIMENTS), **changes), tuning, json)
+        experiments = expand(msgspec.structs.replace(find(name, EXPERIMENTS), **changes))
+        if json and len(experiments) > 1:
+            message = f"--json is of one experiment, and the sweep of {name} makes {len(experiments)}"
+            raise ConfigError(message, "--json", len(experiments))
+        for part, experiment in experiments.items():
+            full_name = f"{experiment.name} {part}".strip()
+            _account_experiment(msgspec.structs.replace(experiment, name=full_name), tuning, json)
 
 
 def _account_experiment(experiment: Experiment, tuning: Tuning | None, json: bool) -> None:

@@ -5,24 +5,23 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from fedhdp.cli._options import Json, parse_seeds
-from fedhdp.cli._output import console, epsilon_text, error_console, new_table, print_json, print_table, table_width
+from fedhdp.cli._output import console, epsilon_text, error_console, print_json
+from fedhdp.cli.show import TABLE_WIDTH
 from fedhdp.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedhdp.experiments.batch import Watch
     from fedhdp.experiments.config import Experiment
+    from fedhdp.experiments.folder import RunFolder
     from fedhdp.results import Summary
-
-TABLE_WIDTH = 200  # where standard output is no terminal
 
 
 def list_experiments() -> None:
@@ -46,7 +45,9 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Seed of data, initial model and batches.")] = None,
     seeds: Annotated[
         str | None,
-        typer.Option(help="Several seeds, one after the other: 5 (the first five) or 2-4. The table has means."),
+        typer.Option(
+            help="Several seeds, one after the other: 5 (the first five) or 2-4. One folder, a table of means."
+        ),
     ] = None,
     noise_seed: Annotated[
         int | None, typer.Option(help="Seed of noise and cohorts: repeatable, and therefore not private.")
@@ -66,7 +67,7 @@ def run(
 
     `fedhdp run three-levels --rounds 50 --seed 1`
 
-    `fedhdp run my.toml --seeds 5 --out runs/mine` (means over five seeds; the same command resumes after Ctrl-C)
+    `fedhdp run my.toml --seeds 5 --out runs/mine` (means over five seeds; more seeds can be added later)
 
     `fedhdp run my.toml --out runs/mine --json > mine.json`
 
@@ -83,10 +84,7 @@ def run(
         _resume(resume, json)
         return
     value, directory = _experiment(experiment or "quickstart", changes, out)
-    if seeds is not None:
-        _run_seeds(value, seeds, directory, out is not None, json)
-        return
-    _run(value, directory, json)
+    _run(value, directory, None if seeds is None else parse_seeds(seeds), json)
 
 
 def _experiment(name: str, changes: dict[str, Any], out: Path | None) -> tuple[Experiment, Path]:
@@ -102,35 +100,46 @@ def _experiment(name: str, changes: dict[str, Any], out: Path | None) -> tuple[E
     return experiment, out or Path("runs") / f"{slug(experiment.name)}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _run(experiment: Experiment, directory: Path, json: bool) -> None:
+def _run(experiment: Experiment, directory: Path, seeds: range | None, json: bool) -> None:
     from fedhdp.experiments import run as run_experiment
+    from fedhdp.experiments.folder import RunFolder, needs_folder
 
+    if needs_folder(experiment, seeds):
+        with RunFolder.start(directory, experiment, seeds) as folder:
+            _run_folder(folder, directory, json)
+        return
     summary = _watched(partial(run_experiment, experiment, directory), _resume_command(directory))
-    _print_run(summary, experiment, directory, json)
+    _print_run(summary, directory, json)
 
 
 def _resume(directory: Path, json: bool) -> None:
-    from fedhdp.experiments import read_experiment
     from fedhdp.experiments import resume as resume_experiment
+    from fedhdp.experiments.folder import RunFolder
+    from fedhdp.results.store import RUNS_FILE
 
-    summary = _watched(partial(resume_experiment, directory), _resume_command(directory))
-    _print_run(summary, read_experiment(directory), directory, json)
-
-
-def _run_seeds(experiment: Experiment, seeds: str, directory: Path, named: bool, json: bool) -> None:
-    from fedhdp.experiments import run_or_resume, with_seeds
-
-    resume_command = shlex.join(["fedhdp", *sys.argv[1:], *([] if named else ["--out", str(directory)])])
-    summaries = {}
-    experiments = with_seeds(experiment, parse_seeds(seeds))
-    for value in experiments:
-        error_console().print(f"seed {value.seed}")
-        start = partial(run_or_resume, value, directory / f"seed-{value.seed}")
-        summaries[str(value.seed)] = _watched(start, resume_command, last=value is experiments[-1])
-    if json:
-        print_json(summaries)
+    if (directory / RUNS_FILE).exists():
+        with RunFolder.open(directory) as folder:
+            _run_folder(folder, directory, json)
         return
-    _print_table(list(summaries.values()))
+    summary = _watched(partial(resume_experiment, directory), _resume_command(directory))
+    _print_run(summary, directory, json)
+
+
+def _run_folder(folder: RunFolder, directory: Path, json: bool) -> None:
+    """Run all runs of a folder, and print their combined table."""
+    from fedhdp.cli.show import print_runs
+    from fedhdp.results.store import SUMMARY_FILE
+
+    for entry in folder.entries:
+        error_console().print(f"run {entry.path}", soft_wrap=True)
+        is_last = entry is folder.entries[-1]
+        _watched(partial(folder.run, entry), _resume_command(directory), is_last)
+    runs = folder.write_tables()
+    if json:
+        sys.stdout.buffer.write((directory / SUMMARY_FILE).read_bytes())
+        sys.stdout.buffer.flush()
+        return
+    print_runs(runs)
     _print_directory(directory)
 
 
@@ -155,54 +164,21 @@ def _watched(start: Callable[[Watch], Summary], resume_command: str, last: bool 
         sys.exit(130)
 
 
-def _print_run(summary: Summary, experiment: Experiment, directory: Path, json: bool) -> None:
+def _print_run(summary: Summary, directory: Path, json: bool) -> None:
+    from fedhdp.cli.show import print_runs
+    from fedhdp.experiments import read_experiment
+    from fedhdp.results.stored import read_runs
+
     if json:
         print_json(summary)
         return
-    _print_table([summary])
-    _print_ledger(experiment)
+    print_runs(read_runs([directory]))
+    _print_ledger(read_experiment(directory))
     _print_directory(directory)
 
 
 def _print_directory(directory: Path) -> None:
     error_console().print(f"results in {directory}", style="dim", soft_wrap=True)
-
-
-def _print_table(summaries: Sequence[Summary]) -> None:
-    """Print a table of one or several seeds; in a narrow terminal without variances and with short headers."""
-    from fedhdp.results import footnotes, table_cells
-
-    out = console(TABLE_WIDTH)
-    variants, *other_seeds = [summary.variants for summary in summaries]
-    header, rows = table_cells(variants, other_seeds=other_seeds)
-    table = _rich_table(header, rows)
-    wide = table_width(table) <= out.width
-    if not wide:
-        header, rows = table_cells(variants, variances=False, other_seeds=other_seeds)
-        table = _rich_table([name.replace(" ", "\n") for name in header], rows)
-    means = f", mean of {len(summaries)} seeds ± half of its 95% interval" if other_seeds else ""
-    variances = ", variance across clients in parentheses" if wide else ""
-    out.print(f"{summaries[0].experiment}: accuracy in %{means}{variances}")
-    out.print(_legend(header))
-    print_table(out, table)
-    for line in footnotes([variant for summary in summaries for variant in summary.variants]):
-        out.print(line, style="dim")
-
-
-def _rich_table(header: list[str], rows: list[list[str]]) -> Table:
-    table = new_table(header[:1], header[1:])
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _legend(header: list[str]) -> str:
-    parts = ["Acc_g: the server's test set", "g and l: clients' own data, with the global and with personal models"]
-    if any(name.startswith("c:") for name in header):
-        parts.append("c: with the pull that each client chose")
-    if "Acc_avg" in header:
-        parts.append("Acc_avg: the averaged model")
-    return "; ".join(parts)
 
 
 def _print_ledger(experiment: Experiment) -> None:

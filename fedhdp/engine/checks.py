@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from fedhdp.client import scale_inputs
 from fedhdp.data import Examples, FederatedData
 from fedhdp.errors import DataError, FedHDPError, ModelError
+from fedhdp.metrics import Metric, measure
 from fedhdp.models import Array, Model, cross_entropy
 
 
@@ -62,11 +63,30 @@ def _check_model(data: FederatedData, model: Model) -> Any:
         names = ", ".join(sorted(dtypes)) or "none"
         raise ModelError(f"the model's parameters must be arrays of floats, got {names}", "parameters", names)
     outputs = _shape("apply", lambda x_N: model.apply(model.init(key), x_N, key), x_N)
-    for field, function in (("loss", model.loss), ("score", model.score)):
-        shape = _shape(field, function, outputs, y_N).shape
-        if shape != (2,):
-            raise ModelError(f"{field} must have the shape (2,) for two examples, got {shape}", field, shape)
+    shape = _shape("loss", model.loss, outputs, y_N).shape
+    if shape != (2,):
+        raise ModelError(f"loss must have the shape (2,) for two examples, got {shape}", "loss", shape)
     return outputs
+
+
+def check_metrics(data: FederatedData, model: Model, metrics: Sequence[Metric]) -> None:
+    """Refuse metrics that fail or do not return one number; the data and the model fit each other.
+
+    Raises:
+        DataError: If labels are not such as a built-in metric needs.
+        ModelError: If a metric fails or returns something else than a number.
+    """
+    y_N = data.server_y_N
+    if not len(y_N) and data.test.count_K.any():
+        y_N = data.test.labels(int(np.flatnonzero(data.test.count_K)[0]))
+    if not len(y_N):
+        return
+    x_N = jax.ShapeDtypeStruct((len(y_N[:8]), *data.template.x_N.shape[1:]), data.template.x_N.dtype)
+
+    def apply(x_N: Array) -> Array:
+        return model.apply(model.init(jax.random.key(0)), scale_inputs(x_N, data.input_scale), None)
+
+    measure(metrics, np.zeros(jax.eval_shape(apply, x_N).shape, np.float32), y_N[:8])
 
 
 def _shape(field: str, function: Callable[..., Array], *arguments: Any) -> Any:

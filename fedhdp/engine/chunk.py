@@ -10,13 +10,14 @@ Axis letters: C clients of a chunk, R global models, V personal models, T both, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedhdp.client import ClientData, LocalTraining, Schedule, local_train
+from fedhdp.client import ClientData, LocalTraining, Schedule, TrainedModel, local_train
 from fedhdp.engine.low_rank import ClientUpdates, Parametrization
 from fedhdp.models import Array, Model, Parameters, take
 
@@ -55,41 +56,48 @@ def client_updates(
     rate_T = rates[(np.arange(models) >= runs).astype(int)]
     pull_CT = jnp.concatenate([jnp.full((len(clients.y_CM), runs), training.proximal), clients.pull_CV], axis=1)
     theta_CT, inputs_CT = parametrization.from_params(personal_CV)
+    model_CT = jax.vmap(jax.vmap(partial(_start, training)), (0, None))(theta_CT, rate_T)
     batches_C = training.batches(clients.count_C)
 
-    def train(theta_CT: Parameters, epochs: range) -> Parameters:
+    def train(model_CT: TrainedModel, epochs: range) -> TrainedModel:
         """These epochs, of the first models of each client."""
-        models = _length(take(theta_CT, 0))
+        models = _length(take(model_CT, 0))
 
-        def of_chunk(theta_CT: Parameters, batches: Array | None = None, steps: tuple | None = None) -> Parameters:
+        def of_chunk(model_CT: TrainedModel, batches: Array | None = None, steps: tuple | None = None) -> TrainedModel:
             """Some steps of the first clients of the chunk."""
 
-            def of_client(theta_T, inputs_T, pull_T, y_M, count, key):
-                def of_model(theta, anchor, pull, rate, inputs_M):
+            def of_client(model_T, inputs_T, pull_T, y_M, count, key):
+                def of_model(start, anchor, pull, rate, inputs_M):
                     data = ClientData(inputs_M, y_M, capacity if uniform_size else count, key)
                     schedule = Schedule(data, training, epochs, batches, steps)
-                    return local_train(parametrization.predict, model.loss, theta, anchor, pull, rate, schedule)
+                    optimizer = training.transformation(rate)
+                    return local_train(parametrization.predict, model.loss, start, anchor, pull, optimizer, schedule)
 
                 anchor_T, others_T = parametrization.anchor_T, (pull_T, rate_T, inputs_T)
-                return jax.vmap(of_model)(theta_T, *take((anchor_T, *others_T), slice(models)))
+                return jax.vmap(of_model)(model_T, *take((anchor_T, *others_T), slice(models)))
 
             of_clients = (inputs_CT, pull_CT, clients.y_CM, clients.count_C, clients.key_C)
-            return jax.vmap(of_client)(theta_CT, *take(of_clients, slice(_length(theta_CT))))
+            return jax.vmap(of_client)(model_CT, *take(of_clients, slice(_length(model_CT))))
 
         if uniform_size:
-            return of_chunk(theta_CT)
+            return of_chunk(model_CT)
         if parametrization.ragged:
-            return ragged(of_chunk, theta_CT, batches_C, len(epochs))
-        return of_chunk(theta_CT, jnp.max(batches_C))
+            return ragged(of_chunk, model_CT, batches_C, len(epochs))
+        return of_chunk(model_CT, jnp.max(batches_C))
 
     # Personal models may stop before the global ones.
     together = training.epochs if personal_CV is None else training.personal_epochs or training.epochs
-    theta_CT = train(theta_CT, range(together))
-    theta_CR, theta_CV = _models(theta_CT, slice(runs)), _models(theta_CT, slice(runs, None))
+    model_CT = train(model_CT, range(together))
+    model_CR, model_CV = _models(model_CT, slice(runs)), _models(model_CT, slice(runs, None))
     if together < training.epochs:
-        theta_CR = train(theta_CR, range(together, training.epochs))
-    updates = parametrization.delta(theta_CR)
-    return updates, None if personal_CV is None else parametrization.to_params(theta_CV, personal_CV)
+        model_CR = train(model_CR, range(together, training.epochs))
+    updates = parametrization.delta(model_CR.theta)
+    return updates, None if personal_CV is None else parametrization.to_params(model_CV.theta, personal_CV)
+
+
+def _start(training: LocalTraining, theta: Parameters, rate: Array) -> TrainedModel:
+    """A model before its first step of the round."""
+    return TrainedModel(theta, training.transformation(rate).init(theta))
 
 
 def ragged(of_chunk: Callable[..., Parameters], theta_C: Parameters, batches_C: Array, epochs: int) -> Parameters:
@@ -119,5 +127,5 @@ def _length(parameters: Parameters) -> int:
     return jax.tree.leaves(parameters)[0].shape[0]
 
 
-def _models(theta_CT: Parameters, which: slice) -> Parameters:
-    return jax.tree.map(lambda leaf: leaf[:, which], theta_CT)
+def _models(model_CT: TrainedModel, which: slice) -> TrainedModel:
+    return jax.tree.map(lambda leaf: leaf[:, which], model_CT)

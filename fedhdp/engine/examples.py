@@ -15,7 +15,7 @@ import numpy as np
 
 from fedhdp.client import LocalTraining
 from fedhdp.data import Examples, ExampleSource, FederatedData
-from fedhdp.engine.low_rank import uses_low_rank
+from fedhdp.engine.low_rank import trained_form, uses_low_rank
 from fedhdp.engine.placement import CohortLayout, size_classes
 from fedhdp.engine.round import Engine, EngineConfig
 from fedhdp.models import Array, Model
@@ -28,7 +28,7 @@ class ShardedExamples:
 
     def __init__(self, engine: Engine, examples: Examples):
         devices, clients = engine.devices, len(examples.count_K)
-        self.count_K = examples.count_K
+        self.source, self.count_K = examples, examples.count_K
         shares = [np.arange(device, clients, devices) for device in range(devices)]
         size = max(1, *(int(examples.count_K[share].sum()) for share in shares))  # of each device's part
         x_N = np.zeros((devices * size, *examples.x_N.shape[1:]), examples.x_N.dtype)
@@ -105,7 +105,7 @@ def should_replicate(source: ExampleSource, partition_by_owner: bool) -> bool:
 
 def engine_config(data: FederatedData, model: Model, training: LocalTraining, run_of: Sequence[int]) -> EngineConfig:
     """The layout of the data and the number of models; ``run_of``: each mechanism's global model."""
-    sizes = size_classes(data.train, training.batch_size, several=model.head is not None)
+    sizes = size_classes(data.train, training.batch_size, several=trained_form(model, training).head is not None)
     replicated = should_replicate(data.train, partition_by_owner=training.personalize)
     run_V, inputs = tuple(run_of) if training.personalize else (), math.prod(data.input_shape)
     uniform, runs = data.train.uniform_size, len(set(run_of))
@@ -126,7 +126,7 @@ def make_example_store(
 def make_gram_matrices(engine: Engine, store: ShardedExamples | ReplicatedExamples | StreamedExamples) -> Array | None:
     """Each client's Gram matrix, for low-rank training of clients of one size, if these are no larger than the examples."""
     size, config = engine.config.sizes[-1], engine.config
-    low_rank = uses_low_rank(engine.model, size, config.inputs)
+    low_rank = uses_low_rank(engine.model, size, config.inputs, config.layers)
     if isinstance(store, StreamedExamples) or not config.uniform_size or not low_rank:
         return None
     x_N, _ = store.arrays

@@ -13,7 +13,8 @@ An update ``Xᵀ·A`` is clipped and summed without being written out: its squar
 clients is one product of all their examples with all their A.
 
 Axis letters: C clients of a chunk, R global models, V personal models, T all models of a client (R, then V), M examples
-of a client, F inputs, H units, B examples of a batch. Personal model v belongs to the global model ``run_V[v]``.
+of a client, F inputs, H units, B examples of a batch. L layers that are clipped one by one. Personal
+model v belongs to the global model ``run_V[v]``.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedhdp.client import Batch
+from fedhdp.client import Batch, LocalTraining
 from fedhdp.models import Array, Model, Parameters, materialized_transpose, take
+from fedhdp.server import Layers
 
 EXACT = jax.lax.Precision.HIGHEST  # norms decide on clipping, so neither they nor the clipped sums are rounded further
 
@@ -35,7 +37,7 @@ class ClientUpdates(NamedTuple):
     """The updates of some clients for each global model, in the parametrization in which they were trained."""
 
     update_CR: Parameters
-    norm_CR: Array
+    norm_CR: Array  # of each layer, norm_CRL, where layers are clipped one by one
 
 
 class Parametrization(Protocol):
@@ -57,15 +59,26 @@ class Parametrization(Protocol):
         """The updates of the trained global models, and their norms, which are never too small."""
 
     def weighted_sum(self, scale_C: Array, update_C: Parameters) -> Parameters:
-        """Σ_C scale·update for one global model, as its parameters; an update at scale 0 is absent, even if it is NaN."""
+        """Σ_C scale·update for one global model, as its parameters; an update at scale 0 is absent, even if it is NaN.
+
+        Where layers are clipped one by one, scale_CL has a scale for each.
+        """
 
     def to_params(self, theta_CV: Parameters, personal_CV: Parameters) -> Parameters:
         """The trained personal models as parameters; ``personal_CV`` are those before training."""
 
 
-def uses_low_rank(model: Model, examples: int, inputs: int) -> bool:
-    """Whether clients train by low-rank updates: they have fewer examples than inputs, and the model allows it."""
-    return model.head is not None and examples < inputs
+def trained_form(model: Model, training: LocalTraining) -> Model:
+    """The model without its head unless training is plain SGD, which alone keeps a layer in the span of the examples."""
+    return model if training.is_plain_sgd else model._replace(head=None)
+
+
+def uses_low_rank(model: Model, examples: int, inputs: int, layers: Layers | None = None) -> bool:
+    """Whether clients train by low-rank updates: they have fewer examples than inputs, and the model allows it.
+
+    The norm of the first layer is that of its weights and bias together, so one clip must have both.
+    """
+    return model.head is not None and examples < inputs and (layers is None or len(set(layers.layer_of[:2])) == 1)
 
 
 class FullRank:
@@ -73,8 +86,8 @@ class FullRank:
 
     ragged = True
 
-    def __init__(self, model: Model, theta_R: Parameters, run_V: np.ndarray, x_CM: Array):
-        self.model, self.theta_R, self.x_CM = model, theta_R, x_CM
+    def __init__(self, model: Model, theta_R: Parameters, run_V: np.ndarray, x_CM: Array, layers: Layers | None = None):
+        self.model, self.theta_R, self.x_CM, self.layers = model, theta_R, x_CM, layers
         self.models = len(jax.tree.leaves(theta_R)[0]) + len(run_V)
         self.anchor_T = take(theta_R, _run_T(theta_R, run_V))
 
@@ -90,11 +103,14 @@ class FullRank:
     def delta(self, theta_CR: Parameters) -> ClientUpdates:
         """The differences to the global models."""
         update_CR = jax.tree.map(jnp.subtract, theta_CR, self.theta_R)
-        return ClientUpdates(update_CR, jnp.sqrt(_squares(update_CR)))
+        if self.layers is None:
+            return ClientUpdates(update_CR, jnp.sqrt(_squares(update_CR)))
+        squares = _squares_by_layer(update_CR, self.layers.layer_of, self.layers.number)
+        return ClientUpdates(update_CR, jnp.sqrt(jnp.stack(squares, axis=-1)))
 
     def weighted_sum(self, scale_C: Array, update_C: Parameters) -> Parameters:
         """The sum over the clients."""
-        return _weighted_sum(scale_C, update_C)
+        return _weighted_sum(scale_C, update_C, None if self.layers is None else self.layers.layer_of)
 
     def to_params(self, theta_CV: Parameters, personal_CV: Parameters) -> Parameters:
         """The models as they are."""
@@ -111,6 +127,7 @@ class LowRank:
         x_CM: The clients' inputs.
         gram_CMM: The Gram matrices of the clients' examples. None: they are computed.
         finite: Whether all inputs are finite; False where it is not certain.
+        layers: The layers that are clipped one by one; None with a flat clip.
     """
 
     ragged = False  # batches that begin at one row for all clients are slices; else they would be gathered
@@ -123,9 +140,11 @@ class LowRank:
         x_CM: Array,
         gram_CMM: Array | None = None,
         finite: bool = False,
+        layers: Layers | None = None,
     ):
         assert model.head is not None, "a model without a dense first layer has no low-rank updates"
         self.head, self.theta_R, self.run_V, self.finite = model.head, theta_R, run_V, finite
+        self.layers = layers
         self.x_CMF = x_CM.reshape(*x_CM.shape[:2], math.prod(x_CM.shape[2:])).astype(jnp.float32)
         self.gram_CMM = jax.vmap(gram)(x_CM) if gram_CMM is None else gram_CMM
         first_R, run_T = theta_R["first"], _run_T(theta_R, run_V)
@@ -172,16 +191,23 @@ class LowRank:
             return jnp.maximum(squares, 0.0) + factor * jnp.trace(gram_MM) * jnp.sum(A_MH**2)
 
         first_CR = jax.vmap(jax.vmap(squared_norm, (0, None)))(update_CR["A"], self.gram_CMM)
-        return ClientUpdates(update_CR, jnp.sqrt(first_CR + _squares(update_CR["rest"])))
+        if self.layers is None:
+            return ClientUpdates(update_CR, jnp.sqrt(first_CR + _squares(update_CR["rest"])))
+        squares = _squares_by_layer(update_CR["rest"], self.layers.layer_of[2:], self.layers.number)
+        squares[self.layers.layer_of[0]] += first_CR
+        return ClientUpdates(update_CR, jnp.sqrt(jnp.stack(squares, axis=-1)))
 
     def weighted_sum(self, scale_C: Array, update_C: Parameters) -> Parameters:
         """One product of all examples with all A for the first layer, sums for the others."""
         x_CMF = self.x_CMF if self.finite else jnp.where(jnp.isfinite(self.x_CMF), self.x_CMF, 0.0)  # 0 · NaN is NaN
-        A_CMH = _scaled(scale_C, update_C["A"])
+        first_C, rest = scale_C, None
+        if self.layers is not None:
+            first_C, rest = scale_C[:, self.layers.layer_of[0]], self.layers.layer_of[2:]
+        A_CMH = _scaled(first_C, update_C["A"])
         w_HF = jnp.einsum("cmh,cmf->hf", A_CMH, x_CMF, precision=EXACT)  # transposes A and not the examples
         return {
             "first": {"w": w_HF.T, "b": jnp.sum(A_CMH, axis=(0, 1))},
-            "rest": _weighted_sum(scale_C, update_C["rest"]),
+            "rest": _weighted_sum(scale_C, update_C["rest"], rest),
         }
 
     def to_params(self, theta_CV: Parameters, personal_CV: Parameters) -> Parameters:
@@ -204,11 +230,12 @@ def parametrize(
     x_CM: Array,
     gram_CMM: Array | None = None,
     finite: bool = False,
+    layers: Layers | None = None,
 ) -> Parametrization:
     """The parametrization in which a chunk of clients trains faster; the arguments are those of ``LowRank``."""
-    if uses_low_rank(model, x_CM.shape[1], math.prod(x_CM.shape[2:])):
-        return LowRank(model, theta_R, run_V, x_CM, gram_CMM, finite)
-    return FullRank(model, theta_R, run_V, x_CM)
+    if uses_low_rank(model, x_CM.shape[1], math.prod(x_CM.shape[2:]), layers):
+        return LowRank(model, theta_R, run_V, x_CM, gram_CMM, finite, layers)
+    return FullRank(model, theta_R, run_V, x_CM, layers)
 
 
 def gram(x_M: Array) -> Array:
@@ -259,11 +286,21 @@ def _squares(parameters_CR: Parameters) -> Array:
     return sum((jnp.sum(leaf**2, axis=tuple(range(2, leaf.ndim))) for leaf in leaves), jnp.float32(0))
 
 
+def _squares_by_layer(parameters_CR: Parameters, layer_of: tuple[int, ...], count: int) -> list[Array]:
+    """The squared norms of the parameters of each layer; ``layer_of``: the layer of each array."""
+    pairs = list(zip(jax.tree.leaves(parameters_CR), layer_of, strict=True))
+    return [_squares([leaf for leaf, number in pairs if number == layer]) for layer in range(count)]
+
+
 def _scaled(scale_C: Array, leaf_C: Array) -> Array:
     """The leaf scaled; where the scale is 0 the result is 0, even for NaN."""
     scale_C = scale_C.reshape(-1, *[1] * (leaf_C.ndim - 1))
     return jnp.where(scale_C == 0, 0.0, scale_C * leaf_C)
 
 
-def _weighted_sum(scale_C: Array, parameters_C: Parameters) -> Parameters:
-    return jax.tree.map(lambda leaf_C: jnp.sum(_scaled(scale_C, leaf_C), axis=0), parameters_C)
+def _weighted_sum(scale_C: Array, parameters_C: Parameters, layer_of: tuple[int, ...] | None) -> Parameters:
+    """The sum over clients; with the layer of each array, at the scale of that layer."""
+    leaves, tree = jax.tree.flatten(parameters_C)
+    scales = [scale_C] * len(leaves) if layer_of is None else [scale_C[:, layer] for layer in layer_of]
+    sums = [jnp.sum(_scaled(scale, leaf_C), axis=0) for scale, leaf_C in zip(scales, leaves, strict=True)]
+    return jax.tree.unflatten(tree, sums)

@@ -29,10 +29,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedhdp.client import LocalTraining, scale_inputs, shuffle
 from fedhdp.engine import kernels
 from fedhdp.engine.chunk import Clients, client_updates
-from fedhdp.engine.low_rank import gram, parametrize
+from fedhdp.engine.low_rank import gram, parametrize, trained_form
 from fedhdp.mechanism import RoundParams
+from fedhdp.metrics import Metric
 from fedhdp.models import Array, Model, Parameters, use_conv_relu_pool
-from fedhdp.server import Optimizer, ServerState, Sums, Updates, clip_and_sum, finish_round
+from fedhdp.server import Layers, ServerOptimizer, ServerState, Sums, Updates, clip_and_sum, finish_round
 
 AXIS = "clients"
 BY_CLIENT, REPLICATED = PartitionSpec(AXIS), PartitionSpec()
@@ -48,6 +49,7 @@ class EngineConfig(NamedTuple):
     run_V: tuple[int, ...]  # the global model of each personal one
     runs: int = 1
     input_scale: float | None = None  # of the inputs, as `FederatedData` has it
+    layers: Layers | None = None  # that are clipped one by one
 
 
 class SlotTable(NamedTuple):
@@ -90,8 +92,9 @@ class RoundInputs(NamedTuple):
 class Engine:
     """A compiled round for one model, one way of local training and one layout of the data."""
 
-    def __init__(self, model: Model, training: LocalTraining, server: Optimizer, config: EngineConfig):
-        self.model, self.training, self.server, self.config = model, training, server, config
+    def __init__(self, model: Model, training: LocalTraining, server: ServerOptimizer, config: EngineConfig):
+        self.model, self.training = trained_form(model, training), training
+        self.server, self.config = server, config
         self.run_V = np.array(config.run_V, int)
         self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
         self.devices = len(self.mesh.devices)
@@ -104,8 +107,8 @@ class Engine:
         self.parameters = zeros_P.size
         graphs = {"xla_gpu_graph_min_graph_size": 1} if on_gpu else None  # launches many small kernels as one
         self.round = jax.jit(self._round, donate_argnums=(0, 1), compiler_options=graphs)
-        self.scores = jax.jit(self._scores)
-        self.client_scores = jax.jit(self._client_scores, static_argnums=0)
+        self.server_values = jax.jit(self._server_values, static_argnums=0)
+        self.client_values = jax.jit(self._client_values, static_argnums=(0, 1, 2))
         self.scatter_rows = jax.jit(self._scatter_rows, donate_argnums=0)
         self.gram_matrices = jax.jit(self._gram_matrices)
 
@@ -161,7 +164,9 @@ class Engine:
         if self.parameters % self.devices == 0:  # each device draws its part of the one noise
             by_parameter = NamedSharding(self.mesh, PartitionSpec(None, AXIS))
             sums_R = sums_R._replace(update_P=jax.lax.with_sharding_constraint(sums_R.update_P, by_parameter))
-        state_R = jax.vmap(partial(finish_round, self.server))(constants.params_R, state_R, sums_R, noise_key_R)
+        state_R = jax.vmap(partial(finish_round, self.server, layers=self.config.layers))(
+            constants.params_R, state_R, sums_R, noise_key_R
+        )
         return jax.lax.with_sharding_constraint(state_R, self.replicated), personal_K, jnp.sum(state_R.clip)
 
     def _train_cohort(
@@ -228,7 +233,8 @@ class Engine:
             gram_CMM = jax.vmap(shuffled_gram)(chunk.start_C, order_CM)
         params_R, pull_VG = inputs.constants
         finite = jnp.issubdtype(examples.x_N.dtype, jnp.integer)
-        parametrization = parametrize(self.model, inputs.theta_R, self.run_V, x_CM, gram_CMM, finite)
+        layers = self.config.layers
+        parametrization = parametrize(self.model, inputs.theta_R, self.run_V, x_CM, gram_CMM, finite, layers)
         clients = Clients(y_CM, chunk.count_C, pull_VG[:, chunk.group_C].T, key_C)
         updates_R, personal_CV = client_updates(
             self.model, self.training, parametrization, clients, personal_CV, inputs.rates, uniform_size
@@ -256,45 +262,58 @@ class Engine:
 
         return self._shard_map(on_device, (self._example_spec,), self._example_spec)(x_N)
 
-    def _scores(self, theta_RP: Array, x_N: Array, y_N: Array) -> Array:
-        """The score of each global model on each example, spread over the devices."""
+    def _server_values(
+        self, metrics: tuple[Metric, ...], theta_P: Array, x_N: Array, y_N: Array, count: Array
+    ) -> tuple[Array, Array]:
+        """The metrics of a global model on the first examples, and its outputs, which are computed on all devices."""
 
-        def on_device(theta_RP: Array, x_N: Array, y_N: Array) -> Array:
+        def on_device(theta_P: Array, x_N: Array) -> Array:
+            theta, input_scale = self.unravel(theta_P), self.config.input_scale
+
+            def apply(x_1: Array) -> Array:
+                return self.model.apply(theta, scale_inputs(x_1, input_scale)[None], None)[0]
+
+            return jax.lax.map(apply, x_N, batch_size=256)
+
+        outputs_N = self._shard_map(on_device, (REPLICATED, BY_CLIENT), BY_CLIENT)(theta_P, x_N)
+        outputs_N, y_N = jax.lax.with_sharding_constraint((outputs_N, y_N), self.replicated)
+        return _values(metrics, outputs_N, y_N, jnp.arange(len(y_N)) < count), outputs_N
+
+    def _client_values(
+        self,
+        capacity: int,
+        metrics: tuple[Metric, ...],
+        with_outputs: bool,
+        theta_RP: Array,
+        personal_K: Parameters | None,
+        x_N: Array,
+        y_N: Array,
+        table: Array,
+    ) -> tuple[Array, Array | None]:
+        """The metrics, and the outputs, of every global model, then of a client's personal ones, on its examples."""
+
+        def on_device(
+            theta_RP: Array, personal_K: Parameters | None, x_N: Array, y_N: Array, table: Array
+        ) -> tuple[Array, Array | None]:
             theta_R = jax.vmap(self.unravel)(theta_RP)
 
-            def score_example(example: tuple[Array, Array]) -> Array:
-                x_1, y_1 = scale_inputs(example[0], self.config.input_scale)[None], example[1][None]
-                return jax.vmap(lambda theta: self.model.score(self.model.apply(theta, x_1, None), y_1)[0])(theta_R)
-
-            return jax.lax.map(score_example, (x_N, y_N), batch_size=256)
-
-        return self._shard_map(on_device, (REPLICATED, BY_CLIENT, BY_CLIENT), BY_CLIENT)(theta_RP, x_N, y_N)
-
-    def _client_scores(
-        self, capacity: int, theta_RP: Array, personal_K: Parameters | None, x_N: Array, y_N: Array, table: Array
-    ) -> Array:
-        """The mean score on each client's examples of every global model, then of its personal ones."""
-
-        def on_device(theta_RP: Array, personal_K: Parameters | None, x_N: Array, y_N: Array, table: Array) -> Array:
-            theta_R = jax.vmap(self.unravel)(theta_RP)
-
-            def score_client(row: Array) -> Array:
+            def of_client(row: Array) -> tuple[Array, Array | None]:
                 slot = SlotTable(*row[:, None])
                 position_CM, input_scale = jnp.arange(capacity)[None], self.config.input_scale
                 x_CM, y_CM = examples_at(x_N, y_N, slot.start_C, slot.count_C, position_CM, input_scale)
                 real_M = jnp.arange(capacity) < slot.count_C[0]
 
-                def score(theta: Parameters) -> Array:
-                    score_M = self.model.score(self.model.apply(theta, x_CM[0], None), y_CM[0])
-                    return jnp.sum(jnp.where(real_M, score_M, 0.0)) / jnp.maximum(slot.count_C[0], 1)
+                def of_model(theta: Parameters) -> tuple[Array, Array | None]:
+                    outputs_M = self.model.apply(theta, x_CM[0], None)
+                    return _values(metrics, outputs_M, y_CM[0], real_M), outputs_M if with_outputs else None
 
-                scores = [jax.vmap(score)(theta_R)]
+                values = [jax.vmap(of_model)(theta_R)]
                 personal_CV = self._personal(theta_R, personal_K, slot)
                 if personal_CV is not None:
-                    scores.append(jax.vmap(score)(jax.tree.map(lambda leaf_CV: leaf_CV[0], personal_CV)))
-                return jnp.concatenate(scores)
+                    values.append(jax.vmap(of_model)(jax.tree.map(lambda leaf_CV: leaf_CV[0], personal_CV)))
+                return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *values)
 
-            return jax.lax.map(score_client, table, batch_size=min(self.chunk, table.shape[0]))
+            return jax.lax.map(of_client, table, batch_size=min(self.chunk, table.shape[0]))
 
         in_specs = (REPLICATED, BY_CLIENT, BY_CLIENT, BY_CLIENT, BY_CLIENT)
         return self._shard_map(on_device, in_specs, BY_CLIENT)(theta_RP, personal_K, x_N, y_N, table)
@@ -324,6 +343,12 @@ class Engine:
                 return on_device(*arguments)
 
         return jax.shard_map(with_kernels, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _values(metrics: tuple[Metric, ...], outputs_M: Array, y_M: Array, real_M: Array) -> Array:
+    """The metrics of some examples."""
+    values = [jnp.asarray(metric.function(outputs_M, y_M, real_M), jnp.float32) for metric in metrics]
+    return jnp.stack(values) if values else jnp.zeros(0)
 
 
 def examples_at(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from fedhdp.experiments.batch import Interrupted, Progress, Watch
 from fedhdp.experiments.config import Experiment, Variant, find, from_toml, to_toml
+from fedhdp.experiments.folder import RunFolder
 from fedhdp.experiments.presets import EXPERIMENTS, plan_experiment
 from fedhdp.experiments.runner import read_experiment, resume, run, run_or_resume, with_seeds
+from fedhdp.experiments.sweep import expand
 
 __all__ = [
     "EXPERIMENTS",
     "Experiment",
     "Interrupted",
     "Progress",
+    "RunFolder",
     "Variant",
     "Watch",
+    "expand",
     "find",
     "from_toml",
     "plan_experiment",

@@ -14,7 +14,7 @@ from fedhdp.experiments.config import Experiment
 from fedhdp.mechanism import SERVER
 from fedhdp.privacy.budget import BudgetExhausted, RunBilling
 from fedhdp.privacy.ledger import Ledger
-from fedhdp.results.schema import MetricRow, VariantResult, account_groups, attach_metrics
+from fedhdp.results.schema import ACCURACY, MetricInfo, MetricRow, VariantResult, account_groups, attach_metrics
 from fedhdp.results.store import VariantDirectory
 from fedhdp.simulation import Simulation
 
@@ -29,8 +29,9 @@ class Progress(NamedTuple):
     variants: int
     round: int
     rounds: int
-    accuracies: tuple[float, ...] = ()  # each variant's on the server's test set, in the last evaluation
+    values: tuple[float, ...] = ()  # of each variant on the server's test set, in the last evaluation
     billings: tuple[RunBilling, ...] = ()
+    metric: MetricInfo = ACCURACY
 
     def epsilon(self) -> dict[str, tuple[float, float]]:
         """Each group's smallest and largest epsilon among the variants; empty where it is not known."""
@@ -104,12 +105,12 @@ class VariantBatch:
         if not self.watch(self._start_progress()):
             raise Interrupted
         rounds, evaluate_every = self.experiment.rounds, self.experiment.evaluate_every
-        self.simulation.run(rounds, self._charge_round, self._record_round, evaluate_every)
+        self.simulation.run(rounds, self._charge_round, self._record_round, evaluate_every, self._record_evaluation)
         if not self._is_evaluated():  # it was stopped between evaluations
             evaluations = self.simulation.evaluate()
-            for history, part, rows in zip(self.simulation.histories, self.parts, evaluations, strict=True):
+            for history, rows in zip(self.simulation.histories, evaluations, strict=True):
                 history += rows
-                part.append_history(rows)
+            self._record_evaluation(self.simulation, evaluations)
         return self._finish()
 
     def _make_billings(self, run_id: str, ledger: Ledger | None) -> list[RunBilling]:
@@ -143,11 +144,13 @@ class VariantBatch:
             simulation.set_mechanisms(mechanisms)
         return True
 
+    def _record_evaluation(self, simulation: Simulation, evaluations: list[list[MetricRow]]) -> None:
+        """Append what was measured to the histories."""
+        for part, rows in zip(self.parts, evaluations, strict=True):
+            part.append_history(rows)
+
     def _record_round(self, simulation: Simulation) -> None:
-        """Record an evaluated round, show the progress and save a checkpoint where one is due."""
-        if self._is_evaluated():
-            for part, history in zip(self.parts, simulation.histories, strict=True):
-                part.append_history(row for row in history if row.round == simulation.round)
+        """Show the progress and save a checkpoint where one is due."""
         go_on = self.watch(self._progress())
         start = time.monotonic()
         if not go_on or start - self.checkpoint_time >= self.checkpoint_pause:
@@ -167,10 +170,12 @@ class VariantBatch:
         return Progress(self.title, self.number, len(self.experiment.variants), 0, self.experiment.rounds)
 
     def _progress(self) -> Progress:
-        accuracies = (_last_accuracy(history) for history in self.simulation.histories)
+        metric = self.simulation.metrics[0]
+        values = (_last_value(metric.name, history) for history in self.simulation.histories)
         return self._start_progress()._replace(
             round=self.simulation.round,
-            accuracies=tuple(accuracy for accuracy in accuracies if accuracy is not None),
+            values=tuple(value for value in values if value is not None),
+            metric=metric,
             billings=tuple(self.billings),
         )
 
@@ -190,7 +195,7 @@ class VariantBatch:
             groups = account_groups(mechanism, costs_of, experiment.delta_of, experiment.run_accountant, targets)
             result = VariantResult(variant.name, variant.algorithm, rounds, seconds, experiment.repeatable, groups)
             result.metrics = self.simulation.metrics
-            result.stopped = self.stopped
+            result.stopped, result.preparation = self.stopped, self.simulation.data.preparation
             results.append(attach_metrics(result, history))
         for number in reversed(range(len(results))):
             variant_scores = {name: score_KV[:, number].astype(np.float32) for name, score_KV in scores.items()}
@@ -199,9 +204,9 @@ class VariantBatch:
         return results
 
 
-def _last_accuracy(history: list[MetricRow]) -> float | None:
-    """The accuracy on the server's test set in the last evaluation."""
+def _last_value(metric: str, history: list[MetricRow]) -> float | None:
+    """A metric on the server's test set in the last evaluation."""
     for row in reversed(history):
-        if (row.group, row.model, row.metric) == (SERVER, "global", "accuracy"):
+        if (row.group, row.model, row.metric) == (SERVER, "global", metric):
             return row.value
     return None

@@ -23,6 +23,7 @@ import msgspec
 from fedhdp.data import FederatedData, hold_out
 from fedhdp.datasets import Split
 from fedhdp.errors import ConfigError, DataError, ModelError, require
+from fedhdp.experiments.file_data import ArraysData, TableData
 from fedhdp.models import Model, cnn, linear, mlp
 from fedhdp.privacy.calibration import MechanismConfig
 
@@ -223,7 +224,8 @@ class PythonModel(PythonFile, frozen=True, tag_field="name", tag="python"):
         return model
 
 
-DataConfig = HandwritingConfig | MnistConfig | FemnistConfig | PythonData
+BuiltInData = HandwritingConfig | MnistConfig | FemnistConfig
+DataConfig = BuiltInData | PythonData | TableData | ArraysData
 ModelConfig = MlpConfig | CnnConfig | LinearConfig | PythonModel
 COMPONENT_NAMES = {
     table: tuple(struct.__struct_config__.tag for struct in get_args(union))
@@ -237,4 +239,6 @@ def describe_data(data: DataConfig) -> str:
     shown = {name: value for name, value in values.items() if name not in ("name", "validation", "sha256")}
     if isinstance(data, PythonData):
         shown["file"] = Path(data.file).name
+    if isinstance(data, TableData | ArraysData):
+        shown = {"path": Path(data.path).name} | ({"client": data.client} if isinstance(data, TableData) else {})
     return f"{values['name']} ({', '.join(f'{name} {value}' for name, value in shown.items())})"

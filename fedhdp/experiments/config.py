@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import msgspec
 import tomli_w
+from msgspec.structs import replace
 
 from fedhdp.algorithms import ALGORITHM_NAMES, ALGORITHMS
 from fedhdp.client import LocalTraining
@@ -17,8 +18,11 @@ from fedhdp.errors import ConfigError, InvalidValueError, require
 from fedhdp.experiments import components
 from fedhdp.experiments.components import DataConfig, MlpConfig, ModelConfig, PythonFile, describe_data
 from fedhdp.experiments.errors import FieldNames, config_error
+from fedhdp.experiments.file_data import DataFiles
 from fedhdp.experiments.weights import count_parameters
-from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, Sampling
+from fedhdp.mechanism import AdaptiveClip, Clip, LayerClip, Mechanism, Noise, Sampling, parse_clip
+from fedhdp.metrics import NAMES
+from fedhdp.optimizers import require_tables
 from fedhdp.privacy.accounting import Accountant, default_accountant
 from fedhdp.privacy.budget import Budget, OnBudgetExhausted
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
@@ -35,6 +39,8 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         weights: Weights of groups, by name, instead of the mechanism's.
         pulls: Pulls of groups, by name, instead of the mechanism's.
         noise_multipliers: Noise multipliers of groups, by name, instead of the mechanism's.
+        epsilons: Epsilons of groups, by name, instead of the mechanism's epsilons or noise multipliers.
+        clip: How updates are clipped; None takes the mechanism's.
         noise: How noise is shared among groups; None takes the mechanism's.
         sampling: How cohorts are sampled; None takes the mechanism's.
         training: Fields that replace those of the experiment's training.
@@ -46,6 +52,8 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: dict[str, float] = {}
     pulls: dict[str, float] = {}
     noise_multipliers: dict[str, float] = {}
+    epsilons: dict[str, float] = {}
+    clip: Clip | None = None
     noise: Noise | None = None
     sampling: Sampling | None = None
     training: dict[str, Any] = {}
@@ -53,9 +61,13 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         require(self.algorithm in ALGORITHMS, "algorithm", self.algorithm, f"one of {', '.join(ALGORITHMS)}")
+        if self.clip is not None:
+            msgspec.structs.force_setattr(self, "clip", parse_clip(self.clip))
         if self.name == "":
             msgspec.structs.force_setattr(self, "name", ALGORITHM_NAMES[self.algorithm])
         require(is_directory_name(self.name), "name", self.name, "short, and not the name of a file of the run")
+        both = sorted(set(self.epsilons) & set(self.noise_multipliers))
+        require(not both, "epsilons", both, "of groups without one of noise_multipliers")
 
     def mechanism(
         self, base: Mechanism, with_weights: Callable[[Mechanism, Iterable[str]], Mechanism] | None = None
@@ -70,7 +82,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             InvalidValueError: If a name is of no group, or a value is out of range.
         """
         names = [group.name for group in base.groups]
-        for field in ("weights", "pulls", "noise_multipliers"):
+        for field in ("weights", "pulls", "noise_multipliers", "epsilons"):
             for name in getattr(self, field):
                 require(name in names, field, name, f"values by group ({', '.join(names)})")
         groups = tuple(
@@ -82,8 +94,8 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
             for group in base.groups
         )
-        noise, sampling = self.noise or base.noise, self.sampling or base.sampling
-        mechanism = Mechanism(groups, base.clip, noise, sampling)
+        clip, noise, sampling = self.clip or base.clip, self.noise or base.noise, self.sampling or base.sampling
+        mechanism = Mechanism(groups, clip, noise, sampling)
         if with_weights is not None and mechanism.without_pulls != base.without_pulls:
             mechanism = with_weights(mechanism, self.weights)
         return ALGORITHMS[self.algorithm](mechanism)
@@ -105,6 +117,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         seed: Seed of data, initial model and batches.
         noise_seed: Seed of noise and cohorts: repeatable, not private. None draws from the operating system's entropy.
         evaluate_every: Rounds between evaluations; the last round is always evaluated.
+        metrics: Names of metrics that replace the model's, built-in ones or the model's own; tables show the first.
         checkpoint_seconds: Seconds between checkpoints, at least.
         delta: The delta of groups without a delta.
         accountant: What calibrates noise, computes epsilons and keeps budgets. None: RDP with a ledger or with fixed
@@ -112,6 +125,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ledger: The file with what the population has spent; relative to the experiment's file.
         budgets: Budgets over all runs of the ledger, by group.
         on_budget_exhausted: Whether the run stops, or goes on without the group.
+        sweep: Lists of values by key; `fedhdp.experiments.sweep.expand` makes variants and experiments of their product.
     """
 
     name: str
@@ -126,12 +140,14 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     noise_seed: int | None = None
     evaluate_every: int = 25
+    metrics: tuple[str, ...] = ()
     checkpoint_seconds: float = 30.0
     delta: float = 1e-4
     accountant: Accountant | None = None
     ledger: str | None = None
     budgets: dict[str, Budget] = {}
     on_budget_exhausted: OnBudgetExhausted = "stop"
+    sweep: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
         require(self.rounds >= 1, "rounds", self.rounds, "at least 1")
@@ -142,17 +158,27 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(self.checkpoint_seconds >= 0, "checkpoint_seconds", self.checkpoint_seconds, "at least 0")
         require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
         require(0 <= self.data.validation < 1, "data.validation", self.data.validation, "at least 0 and below 1")
+        self._check_metrics()
+        require_tables(self.training.optimizer, "training.optimizer")
+        require_tables(self.server.optimizer, "server.optimizer")
         self._check_groups()
         self._check_variants()
         if self.accountant == "pld":
             rule = "'rdp' where there is a ledger or a variant with fixed cohorts"
             require(self._default_accountant == "pld", "accountant", self.accountant, rule)
 
+    def _check_metrics(self) -> None:
+        for name in self.metrics:
+            rule = f"of {', '.join(NAMES)}, or of a function in the model's Python file"
+            require(name in NAMES or isinstance(self.model, PythonFile), "metrics", name, rule)
+        require(len(set(self.metrics)) == len(self.metrics), "metrics", list(self.metrics), "different names")
+
     def _check_groups(self) -> None:
         names = [group.name for group in self.mechanism.groups]
         total = sum(group.clients for group in self.mechanism.groups)
-        rule = f"groups with {self.data.clients} clients in total, as data.clients"
-        require(total == self.data.clients, "mechanism.groups", total, rule)
+        if not isinstance(self.data, DataFiles):
+            rule = f"groups with {self.data.clients} clients in total, as data.clients"
+            require(total == self.data.clients, "mechanism.groups", total, rule)
         budgets = list(self.budgets)
         require(not budgets or self.ledger is not None, "budgets", budgets, "empty without a ledger")
         for name in budgets:
@@ -167,6 +193,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for number, variant in enumerate(self.variants):
             training, _ = self.overrides(number)
             try:
+                self.mechanism.with_epsilons(variant.epsilons)
                 training.check(variant.mechanism(base))
             except InvalidValueError as error:
                 field = f"variants[{number}].{error.field}"
@@ -203,7 +230,13 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def variant_mechanisms(self, mechanism: Mechanism) -> list[Mechanism]:
         """The mechanism of each variant, from that of `build_mechanism`."""
-        return [variant.mechanism(mechanism, self._with_weights) for variant in self.variants]
+        return [variant.mechanism(self._base(variant, mechanism), self._with_weights) for variant in self.variants]
+
+    def _base(self, variant: Variant, mechanism: Mechanism) -> Mechanism:
+        """The mechanism that a variant changes: calibrated for the variant's own epsilons where it has some."""
+        if not variant.epsilons:
+            return mechanism
+        return replace(self, mechanism=self.mechanism.with_epsilons(variant.epsilons)).build_mechanism()
 
     def _with_weights(self, mechanism: Mechanism, given: Iterable[str] = ()) -> Mechanism:
         """The mechanism with the theory's weights for groups that state none and are not among ``given``."""
@@ -217,7 +250,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def epsilon_targets(self, variant: Variant) -> dict[str, float]:
         """The epsilons that groups asked for, by name, unless the variant states their noise multipliers."""
-        targets = self.mechanism.epsilon_targets
+        targets = self.mechanism.with_epsilons(variant.epsilons).epsilon_targets
         return {name: target for name, target in targets.items() if name not in variant.noise_multipliers}
 
     @property
@@ -236,15 +269,15 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def resolve(self, directory: Path) -> Experiment:
         """The same experiment with the paths that are relative to this directory made absolute."""
-        return self._with_files(lambda file: file.resolve(directory), self.ledger and str(directory / self.ledger))
+        return self._with_files(lambda files: files.resolve(directory), self.ledger and str(directory / self.ledger))
 
     def pin(self) -> Experiment:
-        """The same experiment with absolute paths and the checksums of its Python files."""
-        return self._with_files(PythonFile.pin, self.ledger and str(Path(self.ledger).absolute()))
+        """The same experiment with absolute paths and the checksums of its files."""
+        return self._with_files(lambda files: files.pin(), self.ledger and str(Path(self.ledger).absolute()))
 
-    def _with_files(self, change: Callable[[PythonFile], PythonFile], ledger: str | None) -> Experiment:
+    def _with_files(self, change: Callable[[Any], Any], ledger: str | None) -> Experiment:
         components = {"data": self.data, "model": self.model}
-        files = {name: change(value) for name, value in components.items() if isinstance(value, PythonFile)}
+        files = {name: change(value) for name, value in components.items() if isinstance(value, PythonFile | DataFiles)}
         return msgspec.structs.replace(self, ledger=ledger, **files)
 
 
@@ -252,12 +285,14 @@ def _override(value: Any, changes: Mapping[str, Any], path: str) -> Any:
     if not changes:
         return value
     try:
-        return msgspec.convert(msgspec.to_builtins(value) | changes, type(value))
+        fields = msgspec.to_builtins(value)
+        replaced = ("learning_rate", "decay", "decay_every") if "optimizer" in changes else ()  # it has its own rate
+        return msgspec.convert({k: v for k, v in fields.items() if k not in replaced} | {**changes}, type(value))
     except msgspec.ValidationError as error:
         raise config_error(error, changes, FIELDS, prefix=path) from error
 
 
-_PARTS = (GroupConfig, MechanismConfig, AdaptiveClip, LocalTraining, ServerOptimizer, Variant, Budget)
+_PARTS = (GroupConfig, MechanismConfig, AdaptiveClip, LayerClip, LocalTraining, ServerOptimizer, Variant, Budget)
 FIELDS = FieldNames([*get_args(DataConfig), *get_args(ModelConfig), *_PARTS, Experiment])
 
 
@@ -318,4 +353,12 @@ def find(name: str, presets: Mapping[str, Callable[[], Experiment]]) -> Experime
         raise ConfigError(f"{name} cannot be read: {error.strerror}", "experiment", name) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: not TOML: {error}", "experiment", name) from error
-    return from_toml(text, name).resolve(path.absolute().parent)
+    experiment, directory = from_toml(text, name), path.absolute().parent
+    if not experiment.sweep:
+        return experiment.resolve(directory)
+    from fedhdp.experiments.sweep import resolve_sweep
+
+    try:
+        return replace(experiment.resolve(directory), sweep=resolve_sweep(experiment, directory))
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}", error.field, error.value) from error

@@ -14,7 +14,9 @@ from fedhdp.engine.personal_store import personal_bytes, personal_bytes_limit
 from fedhdp.errors import ConfigError, RunError
 from fedhdp.experiments.batch import Interrupted, Progress, VariantBatch, Watch
 from fedhdp.experiments.config import Experiment, from_toml, to_toml
+from fedhdp.experiments.sweep import expand
 from fedhdp.mechanism import Mechanism
+from fedhdp.metrics import replace_metrics
 from fedhdp.models import Model
 from fedhdp.privacy.accounting import privacy_costs
 from fedhdp.privacy.ledger import Ledger
@@ -25,31 +27,37 @@ from fedhdp.rng import os_entropy
 from fedhdp.simulation import Simulation
 
 
-def run(experiment: Experiment, out: Path, watch: Watch) -> Summary:
+def run(experiment: Experiment, out: Path, watch: Watch, cohort_entropy: np.ndarray | None = None) -> Summary:
     """Run an experiment into a new directory; a run that cannot start leaves none.
 
     Args:
-        experiment: The experiment.
+        experiment: The experiment; its sweep, if it has one, makes variants alone.
         out: The directory.
         watch: Called with the progress after every round; False interrupts the run.
+        cohort_entropy: Fresh words from which paired experiments draw the same cohorts. None: this experiment's own.
 
     Raises:
         Interrupted: If the watcher interrupted it.
         RunError: If the directory is in use.
         FedHDPError: If the experiment cannot be run.
     """
+    experiments = expand(experiment)
+    if len(experiments) > 1:
+        message = f"sweep makes {len(experiments)} experiments: run them with a RunFolder or fedhdp run"
+        raise ConfigError(message, "sweep", list(experiments))
+    [experiment] = experiments.values()
     mechanism = experiment.build_mechanism()
     experiment = experiment.pin()
     with RunDirectory.create(out, to_toml(experiment).encode()) as directory:
         try:
-            return _run(experiment, mechanism, directory, watch)
+            return _run(experiment, mechanism, directory, watch, cohort_entropy)
         except (ValueError, OSError):
             directory.discard_if_empty()
             raise
 
 
-def resume(out: Path, watch: Watch) -> Summary:
-    """Resume the run in a directory, or return its results if it is finished; ``watch`` as in `run`.
+def resume(out: Path, watch: Watch, cohort_entropy: np.ndarray | None = None) -> Summary:
+    """Resume the run in a directory, or return its results if it is finished; the other arguments are those of `run`.
 
     Raises:
         Interrupted: If the watcher interrupted it.
@@ -60,20 +68,20 @@ def resume(out: Path, watch: Watch) -> Summary:
         experiment = read_experiment(out)
         if (out / SUMMARY_FILE).exists():
             return read_value(out / SUMMARY_FILE, Summary)
-        return _run(experiment, experiment.build_mechanism(), directory, watch)
+        return _run(experiment, experiment.build_mechanism(), directory, watch, cohort_entropy)
 
 
-def run_or_resume(experiment: Experiment, out: Path, watch: Watch) -> Summary:
+def run_or_resume(experiment: Experiment, out: Path, watch: Watch, cohort_entropy: np.ndarray | None = None) -> Summary:
     """Run an experiment into a directory, or resume it there.
 
     Raises:
         RunError: If the directory has the run of another experiment, and what `run` and `resume` raise.
     """
     if not (out / EXPERIMENT_FILE).exists():
-        return run(experiment, out, watch)
+        return run(experiment, out, watch, cohort_entropy)
     if read_experiment(out) != experiment.pin():
         raise RunError(f"{out} has the run of another experiment; name another --out", "out", str(out))
-    return resume(out, watch)
+    return resume(out, watch, cohort_entropy)
 
 
 def read_experiment(out: Path) -> Experiment:
@@ -104,7 +112,13 @@ def with_seeds(experiment: Experiment, seeds: Iterable[int]) -> list[Experiment]
     return [replace(experiment, seed=seed, noise_seed=None if noise is None else noise + seed) for seed in seeds]
 
 
-def _run(experiment: Experiment, mechanism: Mechanism, directory: RunDirectory, watch: Watch) -> Summary:
+def _run(
+    experiment: Experiment,
+    mechanism: Mechanism,
+    directory: RunDirectory,
+    watch: Watch,
+    cohort_entropy: np.ndarray | None,
+) -> Summary:
     parts = [directory.variant(variant.name) for variant in experiment.variants]
     results = [part.result() for part in parts]
     if experiment.ledger is not None and not Path(experiment.ledger).exists() and any(part.started for part in parts):
@@ -118,9 +132,13 @@ def _run(experiment: Experiment, mechanism: Mechanism, directory: RunDirectory, 
         use_cpu_cores()  # before anything below uses JAX
         data = experiment.data.load(experiment.mechanism, experiment.seed)
         model = experiment.model.build(int(np.prod(data.input_shape)), data.classes)
+        model = model._replace(metrics=replace_metrics(model.metrics, experiment.metrics))
         mechanisms = experiment.variant_mechanisms(mechanism)
         private = any(not group.opted_out for variant in mechanisms for group in variant.groups)
-        cohort_entropy = os_entropy(4) if private and experiment.ledger is None else None  # all variants are paired
+        if not private or experiment.ledger is not None:
+            cohort_entropy = None
+        elif cohort_entropy is None:  # all variants are paired
+            cohort_entropy = os_entropy(4)
         with _open_ledger(experiment, mechanism, mechanisms) as ledger:
             for numbers in _batches(experiment, mechanisms, model):
                 if all(results[number] is not None for number in numbers):
@@ -149,7 +167,9 @@ def _batches(experiment: Experiment, mechanisms: list[Mechanism], model: Model) 
     limit = personal_bytes_limit() // 4  # the rest is for data and the computation of a round
     by_cohort: dict[tuple, list[list[int]]] = {}
     for (mechanism, training, server_optimizer), numbers in by_training.items():
-        batches = by_cohort.setdefault((mechanism.cohort_distribution, training, server_optimizer), [])
+        batches = by_cohort.setdefault(
+            (mechanism.cohort_distribution, mechanism.layers, training, server_optimizer), []
+        )
         size = personal_bytes(model, mechanism.clients) if training.personalize else 0
         if batches and experiment.ledger is None and (len(batches[-1]) + len(numbers)) * size <= limit:
             batches[-1] += numbers

@@ -52,13 +52,16 @@ from fedhdp.flower.protocol import (
     Enrollment,
     LevelOffer,
     RoundRequest,
+    Score,
     array_shapes,
     decline_message,
     enrollment_message,
     parse_offer,
     parse_request,
     reply_message,
+    select_metrics,
 )
+from fedhdp.mechanism import MAX_VALUE
 from fedhdp.privacy.ledger import Budget
 
 Fit = Callable[[Arrays, Arrays, float, int], tuple[Arrays, Arrays | None]]
@@ -71,11 +74,12 @@ class Trainer(NamedTuple):
     Args:
         fit: ``fit(parameters, personal, pull, round)`` returns the trained global and personal model; None for a client
             without a personal model. ``round`` is the number of completed rounds.
-        score: Returns a model's accuracy on the client's test examples, if it has any.
+        score: Returns a model's metrics on the client's test examples by name, if it has any; a single number is the first
+            metric of the deployment. Only metrics that the deployment names are sent, and only finite ones.
     """
 
     fit: Fit
-    score: Callable[[Arrays], float] | None = None
+    score: Score | None = None
 
 
 class OwnerSettings(NamedTuple):
@@ -240,4 +244,9 @@ def _scores(
     """The scores of both models, if requested and allowed; the global model stands in for a missing personal model."""
     if trainer.score is None or not request.evaluate or not settings.sends_scores:
         return {}
-    return {"global": trainer.score(parameters), "personal": trainer.score(personal or parameters)}
+    scores = {}
+    for model, arrays in (("global", parameters), ("personal", personal or parameters)):
+        for metric, score in select_metrics(trainer.score(arrays), request.metrics).items():
+            if abs(score) <= MAX_VALUE:  # an undefined metric is not sent
+                scores[f"{model}/{metric}"] = score
+    return scores

@@ -21,7 +21,9 @@ from fedhdp.client import LocalTraining
 from fedhdp.errors import ConfigError, require
 from fedhdp.experiments.config import FIELDS, without_none
 from fedhdp.experiments.errors import config_error
-from fedhdp.mechanism import AdaptiveClip, Mechanism, Noise, PrivacyGroup
+from fedhdp.mechanism import Clip, Mechanism, Noise, PrivacyGroup, parse_clip
+from fedhdp.metrics import is_metric_name
+from fedhdp.optimizers import require_tables
 from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT
 from fedhdp.privacy.budget import OnBudgetExhausted
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig, PrivacyLevel
@@ -29,7 +31,7 @@ from fedhdp.privacy.ledger import Budget
 from fedhdp.server import ServerOptimizer
 
 _TIMEOUTS = ("enroll_timeout_seconds", "reply_timeout_seconds")
-_MAY_CHANGE = {"out", "name", "evaluate_every", "server_evaluate_every", "min_available_clients", *_TIMEOUTS}
+_MAY_CHANGE = {"out", "name", "evaluate_every", "server_evaluate_every", "metrics", "min_available_clients", *_TIMEOUTS}
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -40,7 +42,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         ledger: The file that holds the population's levels and privacy costs, over all runs.
         rounds: The number of rounds.
         levels: The privacy levels on offer, by name.
-        clip: A fixed clip, or one that follows a quantile of the update norms.
+        clip: A fixed clip, one that follows a quantile of the update norms, or one for each layer.
         noise: As in ``Mechanism``.
         name: The heading of the table of results.
         training: The local training of clients that use ``jax_trainer``.
@@ -54,6 +56,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         on_budget_exhausted: Whether the run stops, or goes on without the group.
         evaluate_every: Rounds between evaluations on the clients, which also follow the last round; 0: never.
         server_evaluate_every: Rounds between evaluations on the server's test set; 0: as ``evaluate_every``.
+        metrics: Which of their apps' metrics clients and the server report; tables show the first. In a run configuration
+            one text with commas.
         min_available_clients: How many clients must have enrolled before the first round.
         enroll_timeout_seconds: How long a client may take to answer the first offer. Each repeated offer doubles it, up to
             eight times.
@@ -64,7 +68,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     ledger: str
     rounds: int
     levels: dict[str, PrivacyLevel]
-    clip: float | AdaptiveClip
+    clip: Clip
     noise: Noise = "shared"
     name: str = "deployment"
     training: LocalTraining = LocalTraining()
@@ -77,6 +81,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     on_budget_exhausted: OnBudgetExhausted = "stop"
     evaluate_every: int = 0
     server_evaluate_every: int = 0
+    metrics: tuple[str, ...] = ("accuracy",)
     min_available_clients: int = 1
     enroll_timeout_seconds: float = 60.0
     reply_timeout_seconds: float = 600.0
@@ -85,6 +90,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         require(self.out != "", "out", self.out, "a directory")
         require(self.ledger != "", "ledger", self.ledger, "a file")
         require(self.rounds >= 1, "rounds", self.rounds, "at least 1")
+        msgspec.structs.force_setattr(self, "clip", parse_clip(self.clip))
         require(len(self.levels) >= 1, "levels", self.levels, "at least one level")
         require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
         require(self.min_available_clients >= 1, "min_available_clients", self.min_available_clients, "at least 1")
@@ -92,6 +98,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
             require(getattr(self, field) >= 0, field, getattr(self, field), "at least 0")
         for field in _TIMEOUTS:
             require(0 < getattr(self, field) < math.inf, field, getattr(self, field), "finite and above 0")
+        require_tables(self.server.optimizer, "server.optimizer")
+        distinct = len(set(self.metrics)) == len(self.metrics) > 0
+        require(
+            distinct and all(map(is_metric_name, self.metrics)), "metrics", self.metrics, "different names of metrics"
+        )
         for name in self.budgets:
             require(name in self.levels, "budgets", name, f"of levels on offer ({', '.join(self.levels)})")
         self.training.check(self._mechanism_config(dict.fromkeys(self.levels, 1)).uncalibrated())
@@ -110,6 +121,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         for key, value in run_config.items():
             if not key.startswith("app."):
                 _insert(fields, key, value)
+        if isinstance(metrics := fields.get("metrics"), str):  # a run configuration has no lists
+            fields["metrics"] = [name.strip() for name in metrics.split(",")]
         try:
             return msgspec.convert(fields, Deployment)
         except msgspec.ValidationError as error:

@@ -21,11 +21,13 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from logging import WARNING
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common.logger import log
 
 from fedhdp.errors import require
 from fedhdp.mechanism import MAX_VALUE
@@ -34,13 +36,14 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 Arrays = dict[str, np.ndarray]
+Score = Callable[[Arrays], float | Mapping[str, float]]
 SCORED_MODELS = ("global", "personal")
 MAX_HEADER_BYTES = 1024  # of an array's message, beside its numbers
 CLIENT_ID = re.compile(r"[0-9A-Za-z]{1,64}")
 POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 1.0  # Flower's own send_and_receive waits 3 seconds between two polls
 
 
-class RoundRequest(msgspec.Struct, frozen=True):
+class RoundRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a client is requested to do in a round, and what the round promises it."""
 
     token: str
@@ -51,7 +54,12 @@ class RoundRequest(msgspec.Struct, frozen=True):
     noise_multiplier: float  # promised to the client's level; other levels may give it more, which stays hidden
     sampling_rate: float
     pull: float
-    evaluate: bool = False
+    metrics: list[str] = []  # what to measure with both models, for the scores; none: no scores
+
+    @property
+    def evaluate(self) -> bool:
+        """Whether scores are requested."""
+        return len(self.metrics) > 0
 
 
 class LevelOffer(msgspec.Struct, frozen=True):
@@ -107,7 +115,7 @@ class ClientReply(NamedTuple):
     """A valid reply; the update is one row, in the order of the model's arrays."""
 
     update_P: np.ndarray | None
-    scores: dict[str, float]
+    scores: dict[str, float]  # by MODEL/METRIC
 
 
 def flatten(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -225,7 +233,7 @@ def parse_reply(
         if extra := set(content) - allowed:
             raise RefusedReply("malformed", f"{len(extra)} records that were not requested")
         update_P = _parse_update(content.array_records["update"], like) if is_training else None
-        return ClientReply(update_P, _parse_scores(content.metric_records.get("scores", {})))
+        return ClientReply(update_P, _parse_scores(content.metric_records.get("scores", {}), request.metrics))
     except (RefusedReply, DeclinedRound):
         raise
     except Exception as error:  # no reply may end the server, whatever it provokes
@@ -265,11 +273,20 @@ def _parse_array(array: Array, shape: tuple[int, ...]) -> np.ndarray:
     return array.numpy()
 
 
-def _parse_scores(record: Mapping[str, Any]) -> dict[str, float]:
+def _parse_scores(record: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, float]:
+    names = {f"{model}/{metric}" for model in SCORED_MODELS for metric in metrics}
     for name, score in record.items():
-        if name not in SCORED_MODELS or not isinstance(score, int | float) or not abs(score) <= MAX_VALUE:
-            raise RefusedReply("malformed", f"scores must be numbers up to {MAX_VALUE:g} of the two models")
+        if name not in names or not isinstance(score, int | float) or not abs(score) <= MAX_VALUE:
+            raise RefusedReply("malformed", f"scores must be requested ones, and numbers up to {MAX_VALUE:g}")
     return {name: float(score) for name, score in record.items()}
+
+
+def select_metrics(score: float | Mapping[str, float], metrics: Sequence[str]) -> dict[str, float]:
+    """Those of a score function's metrics that are requested; a single number is the first of them."""
+    named = score if isinstance(score, Mapping) else {metrics[0]: score}
+    if missing := [metric for metric in metrics if metric not in named]:
+        log(WARNING, "metrics of the deployment that are not measured here: %s", ", ".join(missing))
+    return {metric: float(named[metric]) for metric in metrics if metric in named}
 
 
 class MatchedReplies(NamedTuple):

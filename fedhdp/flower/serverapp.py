@@ -23,9 +23,9 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedhdp.errors import ModelError, RunError
 from fedhdp.flower.config import Deployment
-from fedhdp.flower.protocol import Arrays, array_shapes, send_and_gather, to_record, unflatten
+from fedhdp.flower.protocol import Arrays, Score, array_shapes, send_and_gather, to_record, unflatten
 from fedhdp.flower.registry import Registry, WaitLog
-from fedhdp.flower.strategy import FedHDP
+from fedhdp.flower.strategy import FedHDP, metric_infos
 from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT
 from fedhdp.privacy.budget import BudgetExhausted, DeploymentBilling, Segment
 from fedhdp.privacy.ledger import Ledger
@@ -36,7 +36,6 @@ from fedhdp.results.store import RunDirectory, VariantDirectory
 from fedhdp.results.tables import format_table
 from fedhdp.server import averaged_model, initial_state
 
-Score = Callable[[Arrays], float]
 VARIANT = "fedhdp"
 
 
@@ -56,7 +55,7 @@ def server_app(initial_arrays: Callable[[Deployment], Arrays], score: Score | No
 
     Args:
         initial_arrays: Returns the initial model as named float32 arrays.
-        score: Returns a model's accuracy on the server's test set, if there is one.
+        score: Returns a model's metrics on the server's test set by name, or the first one, if there is such a set.
     """
     app = ServerApp()
 
@@ -78,7 +77,7 @@ def run_deployment(grid: Grid, deployment: Deployment, initial_arrays: Arrays, s
         grid: Flower's connection to the nodes.
         deployment: The configuration.
         initial_arrays: Named float32 arrays.
-        score: Returns a model's accuracy on the server's test set.
+        score: Returns a model's metrics on the server's test set by name, or the first one.
 
     Returns:
         The results, which are also in the run directory.
@@ -167,7 +166,8 @@ def _run(
     deployment, billing, seconds = strategy.deployment, strategy.billing, time.monotonic() - started
     targets = deployment.epsilon_targets
     groups = account_groups(billing.full_mechanism, billing.costs, deployment.delta_of, LEDGER_ACCOUNTANT, targets)
-    result = VariantResult(VARIANT, "fedhdp", strategy.round, seconds, deployment.repeatable, groups, stopped=stopped)
+    result = VariantResult(VARIANT, "fedhdp", strategy.round, seconds, deployment.repeatable, groups)
+    result.metrics, result.stopped = metric_infos(deployment), stopped
     result = attach_metrics(result, variant.history())
     variant.finish(_named_parameters(strategy), result)
     return result

@@ -9,8 +9,11 @@ Axis letters: P parameters, G groups, K scored clients.
 
 from __future__ import annotations
 
+import itertools
+import math
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from logging import INFO, WARNING
 from typing import NamedTuple
 
@@ -33,31 +36,36 @@ from fedhdp.flower.protocol import (
     MatchedReplies,
     RefusedReply,
     RoundRequest,
+    Score,
     flatten,
     match_replies,
     parse_reply,
     request_message,
+    select_metrics,
     to_record,
     unflatten,
 )
 from fedhdp.flower.registry import Registry
 from fedhdp.mechanism import SERVER, Mechanism, RoundParams
+from fedhdp.metrics import BUILT_IN
 from fedhdp.privacy.accounting import pluralize
 from fedhdp.privacy.budget import DeploymentBilling
-from fedhdp.results.metrics import group_rows
-from fedhdp.results.schema import ACCURACY, MetricRow
+from fedhdp.results.metrics import clip_rows, group_rows
+from fedhdp.results.schema import MetricInfo, MetricRow
 from fedhdp.rng import COHORT, NOISE, os_entropy, stream
-from fedhdp.server import ServerState, Sums
+from fedhdp.server import Layers, ServerState, Sums
 
 
-@jax.jit
-def _clip_and_sum(params: RoundParams, clip: jax.Array, update_P: jax.Array, group: jax.Array) -> Sums:
-    """One client's clipped, weighted update and its clip bit."""
-    updates = server.dense_updates(update_P[None])
+@partial(jax.jit, static_argnames="layers")
+def _clip_and_sum(
+    params: RoundParams, clip: jax.Array, update_P: jax.Array, group: jax.Array, layers: Layers | None
+) -> Sums:
+    """One client's clipped, weighted update and its clip bits."""
+    updates = server.dense_updates(update_P[None], layers)
     return server.clip_and_sum(params, clip, updates, group[None], jnp.array([True]))
 
 
-_finish_round = jax.jit(server.finish_round, static_argnums=0)
+_finish_round = jax.jit(server.finish_round, static_argnums=0, static_argnames="layers")
 
 
 class PendingRequest(NamedTuple):
@@ -83,7 +91,7 @@ class FedHDP(Strategy):
         billing: Charges rounds; its mechanism is the one in force.
         run: The run's id, sent with every request.
         initial_arrays: The initial model.
-        score: Returns a model's accuracy on the server's test set.
+        score: Returns a model's metrics on the server's test set by name, or the first one.
     """
 
     def __init__(
@@ -93,7 +101,7 @@ class FedHDP(Strategy):
         billing: DeploymentBilling,
         run: str,
         initial_arrays: Arrays,
-        score: Callable[[Arrays], float] | None = None,
+        score: Score | None = None,
     ):
         self.deployment, self.registry, self.billing, self.run = deployment, registry, billing, run
         self.initial_arrays, self.score = initial_arrays, score
@@ -120,6 +128,7 @@ class FedHDP(Strategy):
         self.billing.admit(members)
         mechanism = self.billing.mechanism
         if self.state is None:
+            self._layers(mechanism)  # refuses layers that are not the model's
             theta_P = jnp.asarray(flatten(self.initial_arrays))
             self.state = server.initial_state(mechanism, self.deployment.server, theta_P)
         if len(self.state.refused_G) != len(mechanism.groups):
@@ -150,17 +159,19 @@ class FedHDP(Strategy):
         assert self.state is not None
         mechanism, clip, scores = self.billing.mechanism, self.state.clip, dict[str, dict[str, float]]()
         params, refused_G = mechanism.round_params, jnp.zeros(len(mechanism.groups), jnp.int32)
-        sums = Sums(jnp.zeros_like(self.state.theta_P), jnp.float32(0), refused_G)
+        sums = Sums(jnp.zeros_like(self.state.theta_P), jnp.zeros_like(clip), refused_G)
+        layers = self._layers(mechanism)
         for pending, reply in self._valid_replies(replies, is_training=True):
-            clipped = _clip_and_sum(params, clip, reply.update_P, np.int32(pending.group))
+            clipped = _clip_and_sum(params, clip, reply.update_P, np.int32(pending.group), layers=layers)
             sums = jax.tree.map(jnp.add, sums, clipped)
             scores[pending.client] = reply.scores
             self.counts.replies[pending.request.level] += 1
-        self.state = _finish_round(self.deployment.server, params, self.state, sums, self._noise_key())
+        key = self._noise_key()
+        self.state = _finish_round(self.deployment.server, params, self.state, sums, key, layers=layers)
         self.billing.completed()
         self._count_infinite(sums)
         self._report_round(scores)
-        metrics = MetricRecord({"replies": self.counts.replies.total(), "clip": float(self.state.clip)})
+        metrics = MetricRecord({"replies": self.counts.replies.total(), "clip": np.asarray(self.state.clip).tolist()})
         return to_record(self.model), metrics
 
     def configure_evaluate(
@@ -178,6 +189,10 @@ class FedHDP(Strategy):
         scores = {pending.client: reply.scores for pending, reply in valid_replies}
         self.metric_rows = self._score_rows(scores) + self._server_rows()
         return None
+
+    def _layers(self, mechanism: Mechanism) -> Layers | None:
+        """The layers of the model, where each has a clip."""
+        return server.make_layers(mechanism, {name: array.size for name, array in self.initial_arrays.items()})
 
     def summary(self) -> None:
         """Log what is about to run."""
@@ -215,7 +230,7 @@ class FedHDP(Strategy):
                 noise_multiplier=self.deployment.advertised_noise(group),
                 sampling_rate=group.sampling_rate,
                 pull=group.pull,
-                evaluate=evaluate,
+                metrics=list(self.deployment.metrics) if evaluate else [],
             )
             message = request_message(kind, node, model, request, self.deployment.reply_timeout_seconds)
             self._pending.append(PendingRequest(client, number, request, message))
@@ -272,7 +287,7 @@ class FedHDP(Strategy):
         self.metric_rows = self._score_rows(scores)  # of the model that was sent, so before the round is counted
         self.round += 1
         epsilon_of = self.billing.epsilon()
-        self.metric_rows.append(MetricRow(self.round, SERVER, "global", "clip", float(self.state.clip)))
+        self.metric_rows += clip_rows(self.round, self.billing.mechanism.layers, self.state.clip)
         self.metric_rows += self.counts.rows(self.round, epsilon_of)
         if self._is_due(self.deployment.server_evaluate_every or self.deployment.evaluate_every):
             self.metric_rows += self._server_rows()
@@ -282,19 +297,21 @@ class FedHDP(Strategy):
         """The clients' scores by group; for a group of one client, this is the client's own score."""
         group_of, names = dict(self._clients()), [group.name for group in self.billing.mechanism.groups]
         rows = []
-        for model in SCORED_MODELS:
-            clients = [client for client, client_scores in scores.items() if model in client_scores]
+        for model, metric in itertools.product(SCORED_MODELS, metric_infos(self.deployment)):
+            name = f"{model}/{metric.name}"
+            clients = [client for client, client_scores in scores.items() if name in client_scores]
             if clients:
                 group_K = np.array([group_of[client] for client in clients])
-                score_K = np.array([scores[client][model] for client in clients])
-                rows += group_rows(self.round, model, ACCURACY, names, group_K, score_K)
+                score_K = np.array([scores[client][name] for client in clients])
+                rows += group_rows(self.round, model, metric, names, group_K, score_K)
         return rows
 
     def _server_rows(self) -> list[MetricRow]:
         if self.score is None or self._last_scored_round == self.round:
             return []
         self._last_scored_round = self.round
-        return [MetricRow(self.round, SERVER, "global", "accuracy", float(self.score(self.model)))]
+        values = select_metrics(self.score(self.model), self.deployment.metrics).items()
+        return [MetricRow(self.round, SERVER, "global", name, value) for name, value in values if not math.isnan(value)]
 
     def _is_due(self, every: int) -> bool:
         """Whether something that happens every so many rounds is due after this round; 0: never."""
@@ -304,3 +321,12 @@ class FedHDP(Strategy):
         seed = self.deployment.noise_seed
         words = os_entropy(2) if seed is None else stream(seed, NOISE, self.round)
         return jax.random.wrap_key_data(jnp.asarray(words))
+
+
+def metric_infos(deployment: Deployment) -> tuple[MetricInfo, ...]:
+    """The deployment's metrics; of those that are not built in, the higher is the better."""
+    known = [BUILT_IN.get(name) for name in deployment.metrics]
+    pairs = zip(deployment.metrics, known, strict=True)
+    return tuple(
+        MetricInfo(n, n != "loss") if m is None else MetricInfo(n, m.higher_is_better, m.percent) for n, m in pairs
+    )

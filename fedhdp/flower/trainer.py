@@ -16,10 +16,12 @@ import numpy as np
 from fedhdp.client import LocalTraining, scale_inputs, shuffle
 from fedhdp.engine import kernels
 from fedhdp.engine.chunk import Clients, client_updates
-from fedhdp.engine.low_rank import parametrize
+from fedhdp.engine.evaluation import model_metrics
+from fedhdp.engine.low_rank import parametrize, trained_form
 from fedhdp.errors import ModelError
 from fedhdp.flower.clientapp import Trainer
 from fedhdp.flower.protocol import Arrays, array_shapes
+from fedhdp.metrics import measure
 from fedhdp.models import Model, Parameters, take, use_conv_relu_pool
 from fedhdp.rng import BATCHES, MODEL, stream
 
@@ -50,12 +52,13 @@ def initial_arrays(model: Model, seed: int) -> Arrays:
 
 def scorer(
     model: Model, x_N: np.ndarray, y_N: np.ndarray, input_scale: float | None = None
-) -> Callable[[Arrays], float]:
-    """A function that returns a model's mean score on these examples; ``input_scale`` as in `FederatedData`."""
+) -> Callable[[Arrays], dict[str, float]]:
+    """A function that returns a model's metrics on these examples, by name; ``input_scale`` as in `FederatedData`."""
+    metrics = model_metrics(model)
 
-    def score(arrays: Arrays) -> float:
+    def score(arrays: Arrays) -> dict[str, float]:
         outputs_N = model.apply(to_parameters(model, arrays), scale_inputs(jnp.asarray(x_N), input_scale), None)
-        return float(jnp.mean(model.score(outputs_N, jnp.asarray(y_N))))
+        return measure(metrics, outputs_N, y_N)
 
     return score
 
@@ -98,6 +101,8 @@ def jax_trainer(
 @lru_cache(maxsize=8)
 def _compile(model: Model, training: LocalTraining, input_scale: float | None) -> Callable:
     """A compiled round of one client, a chunk of one."""
+
+    model = trained_form(model, training)
 
     def train(theta, personal, x_M, y_M, pull, key, rates):
         count = len(y_M)

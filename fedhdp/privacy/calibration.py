@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from fedhdp.errors import require
-from fedhdp.mechanism import MAX_VALUE, SENSITIVITY, AdaptiveClip, Mechanism, Noise, PrivacyGroup, Sampling
+from fedhdp.mechanism import MAX_VALUE, SENSITIVITY, Clip, Mechanism, Noise, PrivacyGroup, Sampling, parse_clip
 from fedhdp.privacy.accounting import MIN_NOISE_MULTIPLIER, Accountant, PrivacyCost, compose, default_accountant
 
 ROUNDING = 1e-9  # the last bits, in which a mechanism's noise and a ledger's sums may differ from the calibration's
@@ -70,11 +70,12 @@ class MechanismConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A mechanism as a user writes it: groups that state noise multipliers or epsilons, clip, noise and sampling."""
 
     groups: tuple[GroupConfig, ...]
-    clip: float | AdaptiveClip
+    clip: Clip
     noise: Noise = "shared"
     sampling: Sampling = "poisson"
 
     def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "clip", parse_clip(self.clip))
         self.uncalibrated()
 
     def uncalibrated(self) -> Mechanism:
@@ -86,6 +87,16 @@ class MechanismConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def epsilon_targets(self) -> dict[str, float]:
         """The epsilons that groups state, by name."""
         return {group.name: group.epsilon for group in self.groups if group.epsilon is not None}
+
+    def with_epsilons(self, epsilons: Mapping[str, float]) -> MechanismConfig:
+        """The same with other epsilons for some groups, by name, instead of their epsilons or noise multipliers."""
+        groups = (
+            msgspec.structs.replace(group, epsilon=epsilons[group.name], noise_multiplier=None)
+            if group.name in epsilons
+            else group
+            for group in self.groups
+        )
+        return msgspec.structs.replace(self, groups=tuple(groups))
 
     def build(self, rounds: int, delta: float, accountant: Accountant) -> Mechanism:
         """The mechanism, calibrated where groups state an epsilon; groups without a weight have weight 1.

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from fedhdp import AdaptiveClip, ServerOptimizer
 from fedhdp.errors import ConfigError
-from fedhdp.experiments.components import DataConfig
+from fedhdp.experiments.components import BuiltInData
 from fedhdp.experiments.config import Experiment, Variant
 from fedhdp.experiments.presets import OPTED_OUT, PRIVATE
 from fedhdp.mechanism import Sampling
@@ -28,7 +28,7 @@ PLD_NOISE = 1.401  # the least noise multiplier for this epsilon by PLD accounti
 TUNED_WEIGHTS = (0.01, 0.025)  # the best of the paper
 VALIDATION = 0.2  # the share of each client's train examples on which it chooses its pull
 LONG_AVERAGE = ServerOptimizer(average=0.95)
-MOMENTUM = ServerOptimizer(learning_rate=0.3, momentum=0.9, average=0.95)
+MOMENTUM = ServerOptimizer({"name": "sgd", "learning_rate": 0.3, "momentum": 0.9}, average=0.95)
 ALL_EXTENSIONS = "extensions"  # on the command line
 
 
@@ -70,7 +70,7 @@ LEVEL_TABLES = {  # name, share of the clients, noise multiplier of each level
 
 
 def extension_part(
-    name: str, data: DataConfig, personal: bool = True, rounds: int = ROUNDS, seed: int = 0
+    name: str, data: BuiltInData, personal: bool = True, rounds: int = ROUNDS, seed: int = 0
 ) -> Experiment:
     """A key of `EXTENSIONS` as an experiment; ``personal`` says whether personal models are trained."""
     extension, table = EXTENSIONS[name], TABLES[BASE]
@@ -93,7 +93,7 @@ def _theory_weights(mechanism: MechanismConfig, noise: str) -> tuple[float, ...]
     return tuple(float(f"{g.weight:.2g}") for g in with_optimal_weights(promise, ROUNDS, MLP_PARAMETERS).groups)
 
 
-def levels_part(name: str, data: DataConfig, sampling: Sampling, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
+def levels_part(name: str, data: BuiltInData, sampling: Sampling, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
     """Several privacy levels as an experiment: the baselines, and FedHDP with shared noise and with noise per group."""
     table = TABLES[BASE]
     groups = tuple(

@@ -19,6 +19,7 @@ from fedhdp import AdaptiveClip, LocalTraining, ServerOptimizer
 from fedhdp.datasets import FemnistOrigin, is_available, load_arrays, load_femnist
 from fedhdp.errors import require
 from fedhdp.experiments.components import (
+    BuiltInData,
     CnnConfig,
     DataConfig,
     FemnistConfig,
@@ -71,7 +72,7 @@ class DataSource(NamedTuple):
 
     about: str
     required: tuple[str, ...]  # what the data directory must have
-    build: Callable[[], DataConfig]
+    build: Callable[[], BuiltInData]
 
 
 class PaperTable(NamedTuple):
@@ -120,7 +121,7 @@ def _stored_femnist(origin: FemnistOrigin, classes: Literal[10, 62], limit: int)
 
 
 def _one_digit_sources(split: Literal["one_digit", "skewed"]) -> dict[str, DataSource]:
-    def handwriting() -> DataConfig:
+    def handwriting() -> BuiltInData:
         return HandwritingConfig(2000, test_samples=100, split=split)
 
     return {
@@ -130,7 +131,7 @@ def _one_digit_sources(split: Literal["one_digit", "skewed"]) -> dict[str, DataS
 
 
 def _by_writer_sources(classes: Literal[10, 62], clients: int, writers: DataSource) -> dict[str, DataSource]:
-    def handwriting() -> DataConfig:
+    def handwriting() -> BuiltInData:
         return HandwritingConfig(clients, split="by_writer", classes=classes, sizes="tff")
 
     return {
@@ -202,7 +203,7 @@ def parse_row(name: str) -> TableRow | None:
     return row if row is None or 0 <= (row.weight or 0.0) < math.inf else None
 
 
-def choose_data(sources: dict[str, DataSource], name: str) -> DataConfig:
+def choose_data(sources: dict[str, DataSource], name: str) -> BuiltInData:
     """Build the data of this name.
 
     Args:
@@ -223,6 +224,7 @@ def choose_data(sources: dict[str, DataSource], name: str) -> DataConfig:
 
 def describe_data(table: PaperTable, data: DataConfig) -> str:
     """What the data is, and of what it is a substitute where it is not the paper's."""
+    assert isinstance(data, BuiltInData)
     kinds = {HandwritingConfig: "handwriting", MnistConfig: "writers" if "writers" in table.sources else "mnist"}
     origin = {"330": "writers"}.get(data.origin, data.origin) if isinstance(data, FemnistConfig) else kinds[type(data)]
     about = f"{table.sources[origin].about}, {data.clients:,} clients"
@@ -232,7 +234,7 @@ def describe_data(table: PaperTable, data: DataConfig) -> str:
     return f"{about}; a substitute for {paper_source.about}, {table.clients:,} clients, of the paper"
 
 
-def groups_of(table: PaperTable, data: DataConfig) -> tuple[GroupConfig, GroupConfig]:
+def groups_of(table: PaperTable, data: BuiltInData) -> tuple[GroupConfig, GroupConfig]:
     """The groups of a table: 5% of the clients opted out; the expected cohort is the paper's with fewer clients too."""
     rate = table.sampling_rate if data.clients == table.clients else min(1.0, round(COHORT / data.clients, 4))
     opted_out = max(1, round(OPTED_OUT_SHARE * data.clients))
@@ -255,7 +257,7 @@ def variants_of(rows: Iterable[TableRow], pulls: Iterable[float] = PULLS) -> tup
 
 
 def make_experiment(
-    name: str, part: str, data: DataConfig, mechanism: MechanismConfig, variants: tuple[Variant, ...], **fields: object
+    name: str, part: str, data: BuiltInData, mechanism: MechanismConfig, variants: tuple[Variant, ...], **fields: object
 ) -> Experiment:
     """A part of a table, with the paper's training and rounds unless ``fields`` say otherwise."""
     table = TABLES.get(name, TABLES["noniid-mnist"])
@@ -283,7 +285,7 @@ def apply_options(experiment: Experiment, options: Options) -> Experiment:
 def paper_part(
     name: str,
     rows: list[TableRow],
-    data: DataConfig,
+    data: BuiltInData,
     sampling: Sampling,
     pulls: Iterable[float] = PULLS,
     **fields: object,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import stdev
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from fedhdp.mechanism import SERVER
 from fedhdp.results.schema import STATISTICS, MetricInfo, MetricRow
@@ -50,22 +51,20 @@ def group_rows(
 def evaluation_rows(
     round: int,
     metrics: Iterable[MetricInfo],
+    names: Sequence[str],
     group_K: np.ndarray,
     server_values: Mapping[str, float],
     client_values: Mapping[str, np.ndarray],
-    clip: float,
-    refused: Mapping[str, float],
 ) -> list[MetricRow]:
-    """The rows of a simulation's evaluation.
+    """What a simulation's evaluation measured.
 
     Args:
         round: The round of the measurement.
         metrics: The metrics.
-        group_K: Each client's index into the groups.
+        names: The groups.
+        group_K: Each client's index into ``names``.
         server_values: What was measured on the server's test set, by ``MODEL/METRIC``; NaN where it is undefined.
         client_values: Each client's values on its own test examples, by ``MODEL/METRIC``.
-        clip: The clip of the next round.
-        refused: The updates refused so far, by group.
     """
     info = {metric.name: metric for metric in metrics}
     rows = []
@@ -75,9 +74,21 @@ def evaluation_rows(
             rows.append(MetricRow(round, SERVER, model, name, value))
     for key, value_K in client_values.items():
         model, name = key.split("/")
-        rows += group_rows(round, model, info[name], list(refused), group_K, value_K)
-    rows.append(MetricRow(round, SERVER, "global", "clip", clip))
+        rows += group_rows(round, model, info[name], names, group_K, value_K)
+    return rows
+
+
+def round_rows(round: int, clips: Iterable[MetricRow], refused: Mapping[str, float]) -> list[MetricRow]:
+    """What a round measured: the clips of the next round, and the updates refused so far, by group."""
+    rows = list(clips)
     return rows + [MetricRow(round, name, "global", "refused", float(count)) for name, count in refused.items()]
+
+
+def clip_rows(round: int, layers: Sequence[str], clip: ArrayLike) -> list[MetricRow]:
+    """The clip of the next round: "clip", or where layers are clipped one by one "clip/" and the layer's name."""
+    names = [f"clip/{layer}" for layer in layers] or ["clip"]
+    values = np.atleast_1d(np.asarray(clip)).tolist()
+    return [MetricRow(round, SERVER, "global", name, value) for name, value in zip(names, values, strict=True)]
 
 
 def half_interval(values: Sequence[float]) -> float | None:

@@ -104,8 +104,9 @@ class VariantResult(_Measured, forbid_unknown_fields=True):
     repeatable: bool  # its noise came from a seed, so it is not private
     groups: list[GroupResult]
     metrics: tuple[MetricInfo, ...] = (ACCURACY,)
-    clip: float | None = None
+    clip: float | dict[str, float] | None = None  # of the next round; by layer, where layers are clipped one by one
     stopped: str | None = None  # why it ended before its last round
+    preparation: str = ""  # whose statistics the inputs were made with
 
     @property
     def server_accuracy(self) -> float | None:
@@ -194,7 +195,9 @@ def attach_metrics(result: VariantResult, history: Iterable[MetricRow]) -> Varia
     rows = list(history)
     last = max((row.round for row in rows), default=0)
     values = {(row.group, row.model, row.metric): row.value for row in rows if row.round == last}
-    result.clip = values.get((SERVER, "global", "clip"))
+    prefix = "clip/"
+    clips = {metric.removeprefix(prefix): v for (_, _, metric), v in values.items() if metric.startswith(prefix)}
+    result.clip = clips or values.get((SERVER, "global", "clip"))
     measured = {metric.name + statistic for metric in result.metrics for statistic in STATISTICS}
 
     def values_of(group: str) -> dict[str, float]:

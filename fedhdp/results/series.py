@@ -40,7 +40,7 @@ class _Kind(NamedTuple):
 
     run: str
     seeds: list[StoredVariant]
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # what was stated, without the x axis
     x: Any
 
 
@@ -76,7 +76,7 @@ def make_lines(
     variants = [(run.label, seeds) for run in runs for seeds in run.variants()]
     names = _groups([variant for _, seeds in variants for variant in seeds], metric, model, groups)
     key = ROUND if x == ROUND else _resolve(x, [seeds[0].settings for _, seeds in variants])
-    kinds = [_Kind(label, seeds, *_without(seeds[0].settings, key)) for label, seeds in variants]
+    kinds = [_Kind(label, seeds, *_without(seeds[0], key)) for label, seeds in variants]
     lines: list[list[_Kind]] = []
     for kind in kinds:
         alike = next((line for line in lines if key != ROUND and line[0].settings == kind.settings), None)
@@ -95,13 +95,12 @@ def make_lines(
     return Lines(key, by_group, percent)
 
 
-def _without(settings: dict[str, Any], key: str) -> tuple[dict[str, Any], Any]:
-    """The settings without a key, and its value. Epsilon follows the noise, and is no setting of its own."""
-    epsilon = key.endswith((".noise_multiplier", ".epsilon"))
-    group = key.rpartition(".")[0]
-    hidden = {f"{group}.noise_multiplier", f"{group}.epsilon"} if epsilon else set()
-    others = {name: value for name, value in settings.items() if name != key and name not in hidden}
-    return others, settings.get(key)
+def _without(variant: StoredVariant, key: str) -> tuple[dict[str, Any], Any]:
+    """The stated settings without a key, and its value. An epsilon and the noise that keeps it are one setting."""
+    group, _, name = key.rpartition(".")
+    hidden = {f"{group}.noise_multiplier", f"{group}.epsilon"} if name in ("noise_multiplier", "epsilon") else {key}
+    stated = {name: variant.settings[name] for name in variant.stated if name not in hidden}
+    return stated, variant.settings.get(key)
 
 
 def _groups(variants: Sequence[StoredVariant], metric: str, model: str, groups: Sequence[str]) -> list[str]:

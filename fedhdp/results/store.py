@@ -10,6 +10,14 @@
     DIR/VARIANT/scores.npz        each client's final values, by MODEL/METRIC
     DIR/VARIANT/result.json       the variant's part of the summary
 
+A folder of several runs, of seeds or of a sweep, has:
+
+    DIR/experiment.toml           the experiment with its sweep
+    DIR/runs.json                 the runs below: path, seed, what the sweep changed
+    DIR/summary.json              all their results, and means over seeds
+    DIR/table.md, DIR/table.csv   the combined table, and every number of it
+    DIR/…/seed-N/                 each run's own directory
+
 Every file but the history is written under another name and then renamed, so that a crash leaves the old file or the new
 one. A history may end in a torn line, or in rounds after the checkpoint: both are dropped when the run resumes.
 """
@@ -44,7 +52,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 EXPERIMENT_FILE, RUN_FILE, SUMMARY_FILE, LOCK_FILE = "experiment.toml", "run.json", "summary.json", ".lock"
-RUNS_FILE = "runs.json"  # of a folder of several runs
+RUNS_FILE, TABLE_FILE, NUMBERS_FILE = "runs.json", "table.md", "table.csv"  # of a folder of several runs
 HISTORY_FILE, CHECKPOINT_FILE = "history.csv", "checkpoint.npz"
 MODEL_FILE, SCORES_FILE, RESULT_FILE = "model.npz", "scores.npz", "result.json"
 
@@ -70,7 +78,14 @@ def slug(name: str) -> str:
 
 def is_directory_name(name: str) -> bool:
     """Whether a variant of this name can have a directory in the run's."""
-    return len(slug(name)) <= 100 and slug(name) not in (EXPERIMENT_FILE, SUMMARY_FILE, RUN_FILE)
+    return len(slug(name)) <= 100 and slug(name) not in (
+        EXPERIMENT_FILE,
+        SUMMARY_FILE,
+        RUN_FILE,
+        RUNS_FILE,
+        TABLE_FILE,
+        NUMBERS_FILE,
+    )
 
 
 @contextmanager

@@ -53,10 +53,11 @@ class StoredVariant:
         result: Its result.
         settings: What it was run with, by dotted key: the experiment's settings with the variant's changes, and each
             group's numbers in the mechanism that was run, such as ``mechanism.groups.private.weight``.
+        stated: The keys that were stated; the others follow from them, such as the noise from an epsilon.
     """
 
-    def __init__(self, result: VariantResult, settings: dict[str, Any], path: Path):
-        self.result, self.settings, self._path = result, settings, path
+    def __init__(self, result: VariantResult, settings: dict[str, Any], stated: set[str], path: Path):
+        self.result, self.settings, self.stated, self._path = result, settings, stated, path
 
     @cached_property
     def history(self) -> list[MetricRow]:
@@ -99,7 +100,7 @@ class StoredRun:
         self.unfinished = [name for name in self._changes if name not in {result.name for result in results}]
         if not results:
             raise _without_results(path)
-        self.variants = [StoredVariant(r, self._settings(r), path / slug(r.name)) for r in results]
+        self.variants = [StoredVariant(r, *self._settings(r), path / slug(r.name)) for r in results]
 
     def _results(self) -> list[VariantResult]:
         if (self.path / SUMMARY_FILE).exists():
@@ -107,17 +108,20 @@ class StoredRun:
         files = [self.path / slug(name) / RESULT_FILE for name in self._changes]
         return [read_value(file, VariantResult) for file in files if file.exists()]
 
-    def _settings(self, result: VariantResult) -> dict[str, Any]:
+    def _settings(self, result: VariantResult) -> tuple[dict[str, Any], set[str]]:
         settings = self.settings | {"algorithm": result.algorithm}
         for key, value in self._changes.get(result.name, {}).items():
             prefix = {"noise": "mechanism.noise", "sampling": "mechanism.sampling"}.get(key, key)
             if key in ("training", "server", "noise", "sampling"):
                 settings |= flatten(value, prefix)
+            elif key == "epsilons":
+                settings |= {f"mechanism.groups.{name}.epsilon": epsilon for name, epsilon in value.items()}
+        stated = set(settings)
         for group in result.groups:
             prefix = f"mechanism.groups.{group.name}"
             settings |= {f"{prefix}.{key}": getattr(group, key) for key in GROUP_SETTINGS}
             settings.setdefault(f"{prefix}.epsilon", group.epsilon)
-        return settings
+        return settings, stated
 
 
 class RepeatedRun:

@@ -123,6 +123,7 @@ def footnotes(variants: list[VariantResult]) -> list[str]:
             notes.append(f"{variant.name}: stopped after round {variant.rounds}: {variant.stopped}")
         if refused:
             notes.append(f"{variant.name}: updates refused, not finite or out of range: {refused}")
+    notes += [f"inputs: {line}" for line in dict.fromkeys(variant.preparation for variant in variants) if line]
     if any(variant.repeatable for variant in variants):
         notes.append("noise and cohorts were drawn from a given seed: repeatable, and therefore not private")
     return notes

@@ -11,11 +11,13 @@ import pytest
 from experiment_helpers import TINY, command, files_of, keep_going, tiny
 from msgspec.structs import replace
 from rich.console import Console
+from run_files import write_run
 
 from fedhdp.cli import _output
-from fedhdp.cli.run import _print_table
-from fedhdp.experiments import EXPERIMENTS, from_toml, run
-from fedhdp.results import GroupResult, Summary, VariantResult, read_value
+from fedhdp.cli.show import print_runs
+from fedhdp.experiments import EXPERIMENTS, Variant, from_toml, run
+from fedhdp.results import Summary, read_value
+from fedhdp.results.stored import read_runs
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def test_table_states_the_basis_of_epsilons(tmp_path):
     assert done.code == 0
     assert "FedHDP" in done.stdout
     assert "ε private" in done.stdout
-    basis = r"delta 0\.0001, q 0\.3, z [\d.]+, 3 rounds, Poisson sampling, add or remove one client, RDP"
+    basis = r"delta 0\.0001, q 0\.3, z [\d.]+, 3 rounds, Poisson sampling, add or remove one client, PLD"
     assert re.search(basis, done.stdout)
     assert "not private" in done.stdout
     assert f"results in {tmp_path / 'run'}" in done.stderr
@@ -96,10 +98,10 @@ def test_bad_options_exit_2_and_write_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_seeds_are_means_and_resume(tmp_path):
+def test_seeds_are_one_folder_and_can_be_added(tmp_path):
     several = ("run", TINY, "--rounds", 2, "--out", tmp_path / "runs")
     document = json.loads(command(*several, "--seeds", "2", "--json").stdout)
-    assert list(document) == ["0", "1"]
+    assert [(run["path"], run["seed"]) for run in document["runs"]] == [("seed-0", 0), ("seed-1", 1)]
     for seed in "01":
         experiment = from_toml((tmp_path / f"runs/seed-{seed}/experiment.toml").read_text(), "x")
         assert (experiment.seed, experiment.noise_seed) == (int(seed), 2 + int(seed))
@@ -110,8 +112,14 @@ def test_seeds_are_means_and_resume(tmp_path):
     summaries = [read_value(tmp_path / f"runs/seed-{seed}/summary.json", Summary) for seed in range(3)]
     accuracies = [100 * summary.variants[1].server_accuracy for summary in summaries]
     half = 4.3027 * statistics.stdev(accuracies) / 3**0.5  # Student's t with two degrees of freedom
-    assert f" {statistics.fmean(accuracies):.2f} ±{half:.2f} " in done.stdout
+    cell = f" {statistics.fmean(accuracies):.2f} ±{half:.2f} "
+    assert cell in done.stdout
+    assert cell in (tmp_path / "runs" / "table.md").read_text()
     assert done.stdout.count("ε private = ") == 1
+    means = json.loads((tmp_path / "runs" / "summary.json").read_text())["means"]
+    assert {mean["seeds"] for mean in means} == {3}
+    again = command("run", "--resume", tmp_path / "runs")
+    assert again.stdout == done.stdout
 
 
 @pytest.mark.parametrize(
@@ -131,20 +139,20 @@ def test_bad_seeds_are_refused(options, field, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("width", [200, 60])
-def test_names_are_printed_as_they_are(width, capsys, monkeypatch):
+def test_names_are_printed_as_they_are(width, capsys, monkeypatch, tmp_path):
     def narrow(**options: object) -> Console:
         return Console(**(options | {"width": width}))  # type: ignore[arg-type]
 
     monkeypatch.setattr(_output, "Console", narrow)
-    groups = [
-        GroupResult(name, 5, True, 0.0, 0.1, 1.0, 0.1, values={"global/accuracy": 0.5}) for name in ("[b]one", "two")
-    ]
+    groups = tuple(
+        replace(group, name=name) for group, name in zip(tiny().mechanism.groups, ("[b]one", "two"), strict=True)
+    )
     names = ["[/x] odd", "r=0.5, [bold]other"]
-    variants = [
-        VariantResult(name, "fedhdp", 3, 1.0, False, groups, values={"global/accuracy": 0.625}) for name in names
-    ]
-    _print_table([Summary("odd", 1.0, variants), replace(Summary("odd", 1.0, variants))])
+    variants = tuple(Variant(name) for name in names)
+    mechanism = replace(tiny().mechanism, groups=groups)
+    runs = [write_run(tmp_path / str(seed), seed, variants, mechanism=mechanism) for seed in (0, 1)]
+    print_runs(read_runs(runs))
     printed = capsys.readouterr().out
     assert all(name in printed for name in names)
-    assert "62.50" in printed
+    assert "10.50 ±" in printed
     assert max(map(len, printed.splitlines()[2:])) <= width

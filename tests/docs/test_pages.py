@@ -126,7 +126,7 @@ def check_compare(program: dict[str, Any], out: str) -> None:
 
 def check_own_data(program: dict[str, Any], out: str) -> None:
     assert program["resumed"].round == 5
-    assert program["run"].scores["personal/accuracy"].shape == (60,)
+    assert program["run"].scores["personal/mean_squared_error"].shape == (60,)
 
 
 CHECKS = {"tutorial.md": check_tutorial, "compare.md": check_compare, "own-data.md": check_own_data}

@@ -41,7 +41,7 @@ def test_data_that_does_not_fit_is_refused(field, changes):
     ("field", "model", "kind"),
     [
         ("labels", mlp(12, 5, 2), DataError),
-        ("targets", linear(12, 1, loss=squared_error, score=squared_error), DataError),
+        ("targets", linear(12, 1, loss=squared_error), DataError),
         ("loss", MODEL._replace(loss=lambda outputs, y_N: jnp.float32(0)), ModelError),
         ("apply", mlp(13, 5, 3), ModelError),
         ("init", Model(lambda key: key[5], MODEL.apply), ModelError),

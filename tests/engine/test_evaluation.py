@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import raises_field
 from msgspec.structs import replace
 from simulations import CHOSEN, MODEL, TRAINING, trained
 
+from fedhdp.algorithms import dp_fedavg
 from fedhdp.data import Examples, hold_out
-from fedhdp.models import correct
+from fedhdp.engine.evaluation import choose_pulls
+from fedhdp.errors import DataError, ModelError
+from fedhdp.metrics import Metric
 from fedhdp.results.metrics import group_rows
 from fedhdp.results.schema import ACCURACY
 from fedhdp.server import ServerOptimizer
@@ -87,13 +90,58 @@ def test_each_client_chooses_the_best_pull_on_its_validation_examples(data):
         assert accuracies == pytest.approx([expected[simulation.group_K == number].mean()] * 3, abs=1e-6)
 
 
+def accuracy_on_host(outputs, labels):
+    return (outputs.argmax(axis=1) == labels).mean()
+
+
+def zeros_among_labels(outputs, labels):
+    """Undefined for clients without a 0."""
+    return (outputs[labels == 0, 0] > 0).mean() if (labels == 0).any() else np.nan
+
+
+@pytest.mark.slow
+def test_functions_on_the_host_agree_with_the_devices(data):
+    metrics = ("auc", accuracy_on_host, "accuracy", zeros_among_labels)
+    simulation = trained(hold_out(data, 0.3, 5), [CHOSEN, dp_fedavg(CHOSEN)], model=MODEL._replace(metrics=metrics))
+    values = simulation.client_scores()
+    for model in ("global", "personal", "chosen"):
+        np.testing.assert_allclose(values[f"{model}/accuracy_on_host"], values[f"{model}/accuracy"], atol=1e-6)
+    for rows in simulation.evaluate():
+        of = {(row.group, row.model, row.metric): row.value for row in rows}
+        assert of["server", "global", "accuracy_on_host"] == pytest.approx(of["server", "global", "accuracy"], abs=1e-6)
+    has_zero_K = np.array([(data.test.labels(k) == 0).any() for k in range(data.num_clients)])
+    assert 0 < has_zero_K.sum() < len(has_zero_K)
+    np.testing.assert_array_equal(np.isnan(values["global/zeros_among_labels"][:, 0]), ~has_zero_K)
+    counts = [row.value for row in rows if (row.model, row.metric) == ("global", "zeros_among_labels_clients")]
+    assert sum(counts) == has_zero_K.sum()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_pulls_are_chosen_by_the_better_value(sign):
+    held_out_KV = np.array([[0.1, 0.3, np.nan, 0.9], [np.nan, np.nan, np.nan, 0.0]])
+    choice_KV = choose_pulls([0, 0, 0, 1], sign * held_out_KV)
+    best = 1 if sign == 1 else 0
+    assert choice_KV.tolist() == [[best, best, best, 3], [0, 0, 0, 3]]
+
+
+@pytest.mark.parametrize(
+    ("metric", "kind"),
+    [
+        ("mean_squared_error", DataError),
+        (lambda outputs, labels: 0.0, ModelError),
+        (Metric("mine", lambda outputs, labels: outputs), ModelError),
+        (Metric("mine", lambda outputs, labels, mask: outputs), ModelError),
+        (Metric("mine", lambda outputs, labels, mask: outputs @ labels), ModelError),
+    ],
+)
+def test_metrics_are_checked_before_training(data, metric, kind):
+    with raises_field("metrics", kind):
+        trained(data, CHOSEN, rounds=0, model=MODEL._replace(metrics=(metric,)))
+
+
 @pytest.mark.slow
 def test_server_without_a_test_set(data):
     blind = data._replace(server_x_N=data.server_x_N[:0], server_y_N=data.server_y_N[:0])
     result = simulate(blind, MODEL, CHOSEN, TRAINING, rounds=1).result("x")
     assert result.server_accuracy is None
     assert result.groups[0].value("accuracy") is not None
-
-
-def test_nan_outputs_are_never_correct():
-    assert correct(jnp.array([[jnp.nan, 0.0], [jnp.inf, 0.0], [1.0, 0.0]]), jnp.array([0, 0, 0])).tolist() == [0, 0, 1]

@@ -14,6 +14,7 @@ from jax.flatten_util import ravel_pytree
 from fedhdp.client import LocalTraining
 from fedhdp.engine.low_rank import FullRank, LowRank, gram_matmul, uses_low_rank
 from fedhdp.models import cnn, linear, mlp, take
+from fedhdp.server import Layers
 
 
 @pytest.mark.slow
@@ -75,3 +76,39 @@ def test_norm_covers_rounding_where_examples_cancel():
         written_out = low_rank.weighted_sum(jnp.ones(1), take(updates.update_CR, (slice(None), 0)))
         flat_P = np.asarray(ravel_pytree(written_out)[0], np.float64)
         assert float(updates.norm_CR[0, 0]) >= np.linalg.norm(flat_P)
+
+
+LAYERS = Layers((1, 1, 0, 2), (8, 480, 3, 24))  # of the first layer, the output's bias and the output's weights
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.data())
+def test_norms_by_layer_are_those_of_the_updates_and_never_too_small(data):
+    model, training = mlp(60, 8, 3), LocalTraining(epochs=data.draw(st.integers(1, 6)), batch_size=5, learning_rate=0.5)
+    chunk = random_chunk(data.draw(st.integers(0, 99)), model, [10, 7, 5], (60,), 10, 3)
+    if data.draw(st.booleans()):  # one image under many labels: its gradients cancel
+        chunk.x_CM[:] = chunk.x_CM[:, :1]
+    for kind in (LowRank, FullRank):
+        update_CP, _, norm_CL = train(model, training, chunk, kind, layers=LAYERS)
+        parts = {layer: [] for layer in range(3)}
+        for layer, columns in LAYERS.segments:
+            parts[layer].append(np.asarray(update_CP, np.float64)[:, columns])
+        expected_CL = np.stack([np.linalg.norm(np.concatenate(of_layer, 1), axis=1) for of_layer in parts.values()], 1)
+        assert (np.asarray(norm_CL) >= expected_CL * (1 - 1e-6)).all()
+        np.testing.assert_allclose(norm_CL, expected_CL, rtol=2e-3)
+
+
+@pytest.mark.parametrize("kind", [LowRank, FullRank])
+def test_each_layer_is_summed_at_its_own_scale(kind):
+    model, scale_CL = mlp(60, 8, 3), np.float32([[1.0, 2.0, 3.0], [0.5, 0.0, 0.25]])
+    chunk = random_chunk(0, model, [7, 5], (60,), 10, 3)
+    training = LocalTraining(epochs=2, batch_size=5, learning_rate=0.5)
+    update_CP, _, _ = train(model, training, chunk, kind, layers=LAYERS)
+    scaled_CP, _, _ = train(model, training, chunk, kind, layers=LAYERS, scale_CL=scale_CL)
+    scale_CP = np.repeat(scale_CL[:, list(LAYERS.layer_of)], LAYERS.sizes, axis=1)
+    np.testing.assert_allclose(scaled_CP, scale_CP * np.asarray(update_CP), rtol=1e-5, atol=1e-7)
+
+
+def test_low_rank_is_not_used_where_a_clip_divides_the_first_layer():
+    assert uses_low_rank(mlp(), 40, 784, Layers((0, 0, 1, 1), (50, 39_200, 10, 500)))
+    assert not uses_low_rank(mlp(), 40, 784, Layers((0, 1, 1, 1), (50, 39_200, 10, 500)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import optax
 import pytest
 from experiment_helpers import TINY, tiny
 from helpers import raises_field
@@ -17,12 +18,15 @@ from fedhdp.errors import ConfigError
 from fedhdp.experiments import EXPERIMENTS, Experiment, Variant, find, from_toml, to_toml
 from fedhdp.experiments.components import CnnConfig, HandwritingConfig, LinearConfig, MlpConfig, MnistConfig, PythonData
 from fedhdp.mechanism import AdaptiveClip
+from fedhdp.optimizers import OptimizerConfig
 from fedhdp.privacy.accounting import gaussian_epsilon
 from fedhdp.privacy.budget import Budget
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 from fedhdp.results.store import slug
 from fedhdp.server import ServerOptimizer
 
+SCHEDULE = {"schedule": "exponential_decay", "init_value": 0.1, "transition_steps": 50, "decay_rate": 0.9}
+ADAM = {"name": "adam", "learning_rate": SCHEDULE, "b1": 0.5}
 BAD = {  # what is wrong: the text, its replacement, and the field and value of the error
     "unknown key": ("seed = 1", "sede = 1", "sede", 1),
     "unknown key of a group": ("weight = 0.1", "wieght = 0.1", "mechanism.groups[1].wieght", 0.1),
@@ -33,6 +37,26 @@ BAD = {  # what is wrong: the text, its replacement, and the field and value of 
     "list for a number": ("hidden = 8", "hidden = [8]", "model.hidden", [8]),
     "negative noise": ("noise_multiplier = 0.0", "noise_multiplier = -1.0", "mechanism.groups[0].noise_multiplier", -1),
     "NaN": ("learning_rate = 0.1", "learning_rate = nan", "training.learning_rate", math.nan),
+    "unknown optimizer": ("learning_rate = 0.1", 'optimizer = {name = "adamm"}', "training.optimizer.name", "adamm"),
+    "unknown argument of an optimizer": (
+        "learning_rate = 0.1",
+        'optimizer = {name = "adam", learning_rate = 0.1, beta = 2}',
+        "training.optimizer.beta",
+        2,
+    ),
+    "two rates": (
+        "learning_rate = 0.1",
+        'learning_rate = 0.1\noptimizer = {name = "sgd", learning_rate = 0.2}',
+        "training.learning_rate",
+        0.1,
+    ),
+    "old key of the server": ("rounds = 12", "rounds = 12\nserver.momentum = 0.9", "server.momentum", 0.9),
+    "schedule of the server": (
+        "rounds = 12",
+        'rounds = 12\nserver.optimizer = {name = "sgd", learning_rate = {schedule = "cosine"}}',
+        "server.optimizer.learning_rate.schedule",
+        "cosine",
+    ),
     "rate above 1": ("sampling_rate = 0.3", "sampling_rate = 1.5", "mechanism.groups[0].sampling_rate", 1.5),
     "number of clients": ("clients = 15", "clients = 14", "mechanism.groups", 19),
     "unknown data": ('name = "handwriting"', 'name = "cats"', "data.name", "cats"),
@@ -194,8 +218,8 @@ def experiments(draw) -> Experiment:
             pulls=draw(st.dictionaries(st.sampled_from(names), shares)),
             noise=draw(st.sampled_from([None, "shared", "per_group"])),
             sampling=draw(st.sampled_from([None, "poisson", "fixed"])),
-            training=draw(st.sampled_from([{}, {"epochs": 3, "learning_rate": 0.25}])),
-            server=draw(st.sampled_from([{}, {"learning_rate": 0.25}])),
+            training=draw(st.sampled_from([{}, {"epochs": 3, "learning_rate": 0.25}, {"optimizer": ADAM}])),
+            server=draw(st.sampled_from([{}, {"average": 0.25}, {"optimizer": ADAM}])),
         )
         for number in range(draw(st.integers(1, 3)))
     )
@@ -209,7 +233,7 @@ def experiments(draw) -> Experiment:
         about=draw(words),
         model=draw(st.sampled_from([MlpConfig(), CnnConfig(kernel=5), LinearConfig()])),
         training=LocalTraining(epochs=draw(st.integers(1, 9)), batch_size=4, learning_rate=draw(shares)),
-        server=ServerOptimizer(learning_rate=draw(positive)),
+        server=ServerOptimizer({"name": "sgd", "learning_rate": draw(positive)}),
         seed=draw(st.integers(0, 2**31 - 1)),
         noise_seed=draw(st.none() | st.integers(0, 2**31 - 1)),
         evaluate_every=draw(st.integers(1, 100)),
@@ -226,3 +250,21 @@ def experiments(draw) -> Experiment:
 @given(experiments())
 def test_toml_round_trip(experiment):
     assert from_toml(to_toml(experiment), "x") == experiment
+
+
+def test_optimizer_of_a_variant_replaces_the_rate():
+    experiment = from_toml(TINY.read_text(), "tiny.toml")
+    variant = replace(experiment.variants[0], name="adam", training={"optimizer": ADAM}, server={"optimizer": ADAM})
+    experiment = replace(experiment, variants=(*experiment.variants, variant))
+    training, server = from_toml(to_toml(experiment), "x").overrides(len(experiment.variants) - 1)
+    assert training == replace(experiment.training, learning_rate=None, optimizer=OptimizerConfig(**ADAM))
+    assert server == ServerOptimizer(OptimizerConfig(**ADAM))
+
+
+@pytest.mark.parametrize("optimizer", [optax.adam(0.1), OptimizerConfig("adam", learning_rate=lambda round: 0.1)])
+def test_experiment_has_optimizers_by_name_alone(optimizer):
+    experiment = from_toml(TINY.read_text(), "tiny.toml")
+    with raises_field("server.optimizer"):
+        replace(experiment, server=ServerOptimizer(optimizer))
+    with raises_field("training.optimizer"):
+        replace(experiment, training=LocalTraining(optimizer=optimizer))

@@ -115,13 +115,14 @@ def test_variants_that_differ_in_pull_share_a_training(tmp_path):
 def test_variant_has_its_own_server_and_training(tmp_path):
     base = tiny(rounds=3)
     plain = base.variants[1]
-    changes = {"server": {"momentum": 0.9, "learning_rate": 0.3}, "training": {"epochs": 2}}
+    optimizer = {"name": "sgd", "learning_rate": 0.3, "momentum": 0.9}
+    changes = {"server": {"optimizer": optimizer}, "training": {"epochs": 2}}
     both = replace(base, variants=(plain, replace(plain, name="other", **changes)))
     assert from_toml(to_toml(both), "x") == both
     run(both, tmp_path / "both", keep_going)
     alone = replace(base, variants=(plain,))
     run(alone, tmp_path / "plain", keep_going)
-    server, training = ServerOptimizer("sgd", 0.3, momentum=0.9), replace(base.training, epochs=2)
+    server, training = ServerOptimizer(optimizer), replace(base.training, epochs=2)
     run(replace(alone, server=server, training=training), tmp_path / "other", keep_going)
     for together, apart in (("both/fedhdp", "plain/fedhdp"), ("both/other", "other/fedhdp")):
         models = [read_arrays(tmp_path / directory / "model.npz") for directory in (together, apart)]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
-import tomllib
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedhdp[flower]'")
 
-from flower_helpers import InProcessGrid, Node
+from flower_apps import EXAMPLES, app_modules, run_app, run_config
 from flwr.app import Context, RecordDict
 from helpers import raises_field, tiny_data
 
@@ -21,47 +18,28 @@ from fedhdp.errors import ModelError
 from fedhdp.flower import Deployment, initial_arrays, jax_trainer
 from fedhdp.flower.trainer import to_parameters
 from fedhdp.results.schema import VariantResult
-from fedhdp.results.store import VariantDirectory
 
-APP = Path(__file__).parents[2] / "examples" / "flower_app"
-MODULES = ("task", "client_app", "server_app", "torch_client")
+APP = EXAMPLES / "flower_app"
 OWNERS_LEVELS = ("open", "relaxed", "relaxed", "strict", None)
 
 
 @pytest.fixture
-def load_module(monkeypatch):
-    """Imports a module of the app by name, as Flower does."""
-    monkeypatch.syspath_prepend(str(APP))
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield __import__
-    for name in MODULES:
-        sys.modules.pop(name, None)
+def load_module():
+    with app_modules(APP) as load:
+        yield load
 
 
-def run_config(tmp_path, **changes) -> dict:
-    def flat(table, prefix=""):
-        for key, value in table.items():
-            yield from flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
-
-    config = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    return dict(flat(config)) | {"out": str(tmp_path / "run"), "ledger": str(tmp_path / "ledger")} | changes
-
-
-def run_app(tmp_path, client_module, server_module) -> VariantResult:
-    config = run_config(tmp_path, rounds=2, **{"app.samples": 20})
-    nodes = []
-    for number, level in enumerate(OWNERS_LEVELS):
-        node = Node(number + 1, client_module.app, **{"partition-id": number}, **({"privacy": level} if level else {}))
-        node.context.run_config = config
-        nodes.append(node)
-    server_module.app(InProcessGrid(nodes), Context(1, 1, {}, RecordDict(), config))
-    return VariantDirectory(tmp_path / "run" / "fedhdp").result()
+def run_example(tmp_path, client_module, server_module) -> VariantResult:
+    config = run_config(APP, tmp_path, rounds=2, **{"app.samples": 20})
+    node_configs = [
+        {"partition-id": number} | ({"privacy": level} if level else {}) for number, level in enumerate(OWNERS_LEVELS)
+    ]
+    return run_app(client_module, server_module, config, node_configs)
 
 
 @pytest.mark.slow
 def test_example_trains_three_levels(tmp_path, load_module):
-    variant = run_app(tmp_path, load_module("client_app"), load_module("server_app"))
+    variant = run_example(tmp_path, load_module("client_app"), load_module("server_app"))
     groups = {group.name: group for group in variant.groups}
     assert {name: group.clients for name, group in groups.items()} == {"open": 1, "relaxed": 2, "strict": 2}
     assert variant.server_accuracy > 0.1
@@ -73,7 +51,7 @@ def test_example_trains_three_levels(tmp_path, load_module):
 
 def test_example_is_a_deployment(tmp_path):
     levels = ("strict", "relaxed", "open")
-    assert Deployment.from_run_config(run_config(tmp_path)).levels_by_strictness == levels
+    assert Deployment.from_run_config(run_config(APP, tmp_path)).levels_by_strictness == levels
     assert Deployment.from_app(APP).levels_by_strictness == levels
 
 
@@ -106,7 +84,7 @@ def test_examples_are_stored_in_the_directory(tmp_path, load_module):
 
 def test_torch_client_runs_in_the_example(tmp_path, load_module):
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    variant = run_app(tmp_path, load_module("torch_client"), load_module("server_app"))
+    variant = run_example(tmp_path, load_module("torch_client"), load_module("server_app"))
     assert sum(group.refused for group in variant.groups) == 0
     assert all(group.values["personal/accuracy"] > 0.2 for group in variant.groups)
 

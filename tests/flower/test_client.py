@@ -62,7 +62,7 @@ def test_reply_has_only_what_was_requested(tmp_path):
     for request, reply in exchanges:
         assert dict(reply["request"]) == {"token": request["request"]["token"]}
         assert set(reply["update"]) == set(PLAIN_MODEL)
-    assert set(replies[-1]["scores"]) == {"global", "personal"}
+    assert set(replies[-1]["scores"]) == {"global/accuracy", "personal/accuracy"}
 
 
 @pytest.mark.parametrize("setting", [False, "false", "no", 0])

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedhdp[flower]'")
 
-from flower_app_files import write_app
+from flower_apps import write_app
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "flower_app"))
 import demo

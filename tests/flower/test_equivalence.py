@@ -35,13 +35,14 @@ from fedhdp.flower.client_state import InMemoryState
 from fedhdp.flower.protocol import flatten, from_record, to_record
 from fedhdp.flower.registry import Registry
 from fedhdp.flower.serverapp import start_billing
+from fedhdp.optimizers import OptimizerConfig
 from fedhdp.privacy.calibration import PrivacyLevel
 from fedhdp.server import ServerOptimizer
 from fedhdp.simulation import simulate
 
 
 def test_deployment_equals_simulation(tmp_path):
-    optimizer = ServerOptimizer(momentum=0.9, average=0.5)
+    optimizer = ServerOptimizer(OptimizerConfig("sgd", learning_rate=1.0, momentum=0.9), average=0.5)
     deployment = make_deployment(tmp_path, rounds=4, server=optimizer, evaluate_every=2, cohort_seed=7)
     mechanism = deployment.mechanism({"open": 2, "mid": 3, "strict": 3})
 

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedhdp[flower]'")
 
-from flower_app_files import write_app
+from flower_apps import write_app
 from flower_helpers import open_ledger
 
 from fedhdp.results.schema import Summary

@@ -91,7 +91,10 @@ INVALID_REPLIES = {
     "extra array": (lambda reply: with_arrays(reply, extra=ZEROS), "malformed"),
     "no update": (lambda reply: only_records(reply, "request"), "malformed"),
     "no records": (lambda reply: only_records(reply), "malformed"),
-    "unrequested scores": (lambda reply: with_records(reply, scores=MetricRecord({"global": 1.0})), "malformed"),
+    "unrequested scores": (
+        lambda reply: with_records(reply, scores=MetricRecord({"global/accuracy": 1.0})),
+        "malformed",
+    ),
     "wrong token": (lambda reply: with_records(reply, request=ConfigRecord({"token": "0" * 16})), "replayed"),
 }
 

@@ -36,6 +36,7 @@ from fedhdp.errors import LedgerError, ModelError, RunError
 from fedhdp.experiments.runner import resume
 from fedhdp.flower import run_deployment
 from fedhdp.mechanism import SERVER
+from fedhdp.optimizers import OptimizerConfig
 from fedhdp.results.store import DamagedRunError, VariantDirectory
 from fedhdp.server import ServerOptimizer
 
@@ -51,7 +52,7 @@ def run_until_crash(tmp_path, deployment, round: int) -> None:
 
 @pytest.mark.parametrize("moment", ["while sending", "after the replies"])
 def test_resumed_run_is_bit_identical(tmp_path, moment, monkeypatch):
-    server = ServerOptimizer("adam", learning_rate=0.1, average=0.9)
+    server = ServerOptimizer(OptimizerConfig("adam", learning_rate=0.1), average=0.9)
     complete = make_deployment(tmp_path / "complete", rounds=5, server=server)
     crashed = make_deployment(tmp_path / "crashed", rounds=5, server=server)
     append = VariantDirectory.append_history

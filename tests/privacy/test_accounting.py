@@ -9,7 +9,7 @@ import pytest
 from helpers import mechanism_of, raises_field
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from privacy_helpers import mechanisms, one_group
+from privacy_helpers import LAYERS, mechanisms, one_group
 from scipy.stats import norm
 
 from fedhdp.algorithms import local_only
@@ -111,8 +111,8 @@ def test_the_noise_accounted_is_the_noise_that_the_server_adds(mechanism):
         if group.opted_out:
             continue
         update = mechanism.l2_sensitivity(group) / float(params.update_noise_stddev) if group.weight else 0.0
-        bit = 0.5 / float(params.bit_noise_stddev) if isinstance(mechanism.clip, AdaptiveClip) else 0.0
-        signal = math.hypot(update, bit)
+        bit = 0.5 / float(params.bit_noise_stddev) if mechanism.is_adaptive else 0.0
+        signal = math.hypot(update, *[bit] * max(len(mechanism.layers), 1))
         accounted = 1 / privacy_costs(mechanism)[group.name].noise_multiplier
         assert signal <= accounted * (1 + 1e-6)
         if mechanism.noise == "shared":
@@ -263,7 +263,7 @@ def test_a_sampling_rate_is_never_rounded_down():
         assert composed.event.sample_size / composed.event.source_dataset_size >= rate
 
 
-@pytest.mark.parametrize("clip", [1.0, AdaptiveClip(initial=1.0)])
+@pytest.mark.parametrize("clip", [1.0, AdaptiveClip(initial=1.0), LAYERS])
 def test_local_training_is_free(clip):
     mechanism = local_only(mechanism_of((10, 0.0, 1.0), (20, 1.5, 0.1), clip=clip))
     assert all(cost.free for cost in privacy_costs(mechanism, 500).values())

@@ -12,10 +12,12 @@ from simulations import CHOSEN, MODEL, TRAINING, same_server, trained
 from fedhdp.algorithms import local_only, non_private
 from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData, examples
-from fedhdp.mechanism import Mechanism, PrivacyGroup
+from fedhdp.mechanism import LayerClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, mlp
+from fedhdp.optimizers import OptimizerConfig
 from fedhdp.simulation import Simulation
 
+THREE_LAYERS = LayerClip({"first/w": 0.3, "first/b": 0.02, "rest": 0.1}, learning_rate=0.0)
 MECHANISMS = {
     "one level": mechanism_of((19, 1.0, 1.0)),
     "one level opted out": mechanism_of((19, 0.0, 1.0)),
@@ -26,6 +28,14 @@ MECHANISMS = {
     "three levels, noise per group": mechanism_of((4, 0.0, 1.0), (5, 0.5, 0.7), (10, 1.5, 0.2), noise="per_group"),
     "the paper read literally": mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.1), sampling="fixed"),
     "a fixed clip": mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.1), clip=0.2),
+    "two layers": mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.1), clip=LayerClip({"first": 0.3, "rest": 0.1})),
+    "three fixed layers": mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.1), clip=THREE_LAYERS, noise="per_group"),
+}
+
+ADAM = {
+    "optimizer": OptimizerConfig("adam", learning_rate=0.02, eps=1e-3),
+    "personal_learning_rate": 0.01,
+    "proximal": 0.8,
 }
 
 
@@ -41,11 +51,12 @@ def test_rounds_agree_with_plain_loops_for_clients_of_one_size():
 @pytest.mark.parametrize("sizes", [[7] * 19, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6]])
 @pytest.mark.parametrize(
     "otherwise",
-    [{"drop_remainder": True}, {"personal_epochs": 1}, {"proximal": 0.8}],
+    [{"drop_remainder": True}, {"personal_epochs": 1}, {"proximal": 0.8}, ADAM],
     ids=lambda given: next(iter(given)),
 )
 def test_rounds_agree_with_plain_loops_for_other_training(sizes, otherwise):
-    agree(tiny_data(sizes), MECHANISMS["two levels, the paper's"], replace(TRAINING, **otherwise))
+    rates = {"learning_rate": None, "decay": 1.0} if "optimizer" in otherwise else {}
+    agree(tiny_data(sizes), MECHANISMS["two levels, the paper's"], replace(TRAINING, **rates, **otherwise))
 
 
 def agree(data: FederatedData, mechanism: Mechanism, training: LocalTraining = TRAINING) -> None:
@@ -63,7 +74,7 @@ def agree(data: FederatedData, mechanism: Mechanism, training: LocalTraining = T
     theta, clip, personal = reference.train(data, mechanism, training, network, 5, seed=3, noise_seed=7)
 
     np.testing.assert_allclose(simulation.global_model(), theta, atol=2e-5)
-    assert float(simulation.server_state.clip[0]) == pytest.approx(clip, rel=1e-5)
+    np.testing.assert_allclose(np.ravel(simulation.server_state.clip[0]), clip, rtol=1e-5)
     assert set(personal) == set(np.flatnonzero(simulation.participated_K))
     for client, own in personal.items():
         np.testing.assert_allclose(simulation.personal_models(client)[0], own, atol=2e-5)

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from simulations import CHOSEN, MODEL, TRAINING, trained
 
 from fedhdp.algorithms import dp_fedavg, non_private
+from fedhdp.optimizers import OptimizerConfig
 from fedhdp.server import ServerOptimizer
 from fedhdp.simulation import Simulation, simulate, simulate_many
 
@@ -49,7 +50,7 @@ def test_simulate_many_returns_results_in_order(data):
 
 @pytest.mark.slow
 def test_momentum_and_average_are_post_processing(data):
-    momentum = ServerOptimizer(momentum=0.9, average=0.5)
+    momentum = ServerOptimizer(OptimizerConfig("sgd", learning_rate=1.0, momentum=0.9), average=0.5)
     plain = trained(data, CHOSEN, rounds=1)
     moved = trained(data, CHOSEN, rounds=1, server_optimizer=momentum)
     np.testing.assert_array_equal(plain.global_model(), moved.global_model())  # the first step has no momentum yet

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import jax
+import numpy as np
+import pytest
 from helpers import mechanism_of
 from msgspec.structs import replace
-from simulations import CHOSEN, same, trained
+from simulations import CHOSEN, MODEL, TRAINING, same, trained
 
 from fedhdp.algorithms import dp_fedavg, fedhdp, hdp_fedavg, non_private
+from fedhdp.mechanism import AdaptiveClip, LayerClip
+from fedhdp.models import Model, linear
+from fedhdp.simulation import Simulation
 
 
 def test_fedhdp_with_weight_1_is_hdp_fedavg_to_the_bit(data):
@@ -27,3 +33,25 @@ def test_dp_fedavg_where_all_opted_out_is_non_private_to_the_bit(data):
 def test_shared_noise_is_per_group_noise_with_one_private_group_to_the_bit(data):
     chosen = mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.1))
     same(trained(data, chosen), trained(data, replace(chosen, noise="per_group")))
+
+
+def in_one_layer(key):
+    return {"net": MODEL.init(key)}
+
+
+FULL_RANK = Model(in_one_layer, lambda theta, x_N, key: MODEL.apply(theta["net"], x_N, key))
+
+
+@pytest.mark.parametrize(
+    ("model", "layer"), [(linear(12, 3), "first"), (FULL_RANK, "net")], ids=["low rank", "full rank"]
+)
+def test_one_layer_is_the_flat_clip_to_the_bit(data, model, layer):
+    """In both parametrizations, with a clip that moves and for two runs in one program."""
+    states = []
+    for clip in (AdaptiveClip(0.1), LayerClip({layer: 0.1})):
+        mechanisms = [replace(CHOSEN, clip=clip), replace(hdp_fedavg(CHOSEN), clip=clip)]
+        simulation = Simulation(data, model, mechanisms, TRAINING, seed=3, noise_seed=7)
+        simulation.run(3)
+        states.append([np.ravel(leaf) for leaf in jax.tree.leaves(simulation.server_state)])
+    for flat, layered in zip(*states, strict=True):
+        np.testing.assert_array_equal(flat, layered)

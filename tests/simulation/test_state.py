@@ -12,6 +12,7 @@ from simulations import CHOSEN, MODEL, TRAINING, same, trained
 from fedhdp.data import examples
 from fedhdp.errors import DataError, ModelError, RunError
 from fedhdp.mechanism import Mechanism, PrivacyGroup
+from fedhdp.optimizers import OptimizerConfig
 from fedhdp.server import ServerOptimizer
 from fedhdp.simulation import Simulation, simulate
 
@@ -60,7 +61,7 @@ def test_state_is_restored_by_a_like_simulation_only(data):
         restored = trained(data, CHOSEN, rounds=1)
         restored.restore(dict(arrays))
         same(simulation, restored)
-    momentum = Simulation(data, MODEL, CHOSEN, TRAINING, ServerOptimizer(momentum=0.9))
+    momentum = Simulation(data, MODEL, CHOSEN, TRAINING, OptimizerConfig("sgd", learning_rate=1.0, momentum=0.9))
     fewer = Simulation(tiny_data([4, 4]), MODEL, Mechanism((PrivacyGroup("all", 2, 1.0, 0.5),), 1.0), TRAINING)
     for other in (momentum, fewer):
         with raises_field("checkpoint", RunError):
@@ -68,7 +69,7 @@ def test_state_is_restored_by_a_like_simulation_only(data):
 
 
 def test_saved_state_resumes_to_the_bit(data, tmp_path):
-    adam = ServerOptimizer("adam", learning_rate=0.1, average=0.9)
+    adam = ServerOptimizer(OptimizerConfig("adam", learning_rate=0.1), average=0.9)
     whole = trained(data, CHOSEN, rounds=4, server_optimizer=adam)
     trained(data, CHOSEN, rounds=2, server_optimizer=adam).save(tmp_path / "state.npz")
     resumed = trained(data, CHOSEN, rounds=0, server_optimizer=adam)

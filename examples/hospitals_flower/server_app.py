@@ -1,0 +1,15 @@
+"""The server's side: the initial model. It has no patients, so it measures nothing itself."""
+
+from __future__ import annotations
+
+from task import new_model
+
+from fedhdp.flower import Arrays, Deployment, server_app
+
+
+def initial_arrays(deployment: Deployment) -> Arrays:
+    """The network's initial parameters."""
+    return {name: parameter.detach().numpy() for name, parameter in new_model(deployment.seed).named_parameters()}
+
+
+app = server_app(initial_arrays)

@@ -1,0 +1,187 @@
+"""A folder of several runs: one for each seed and for each experiment of a sweep, with one combined table."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from fedhdp.devices import use_cpu_cores
+from fedhdp.errors import RunError
+from fedhdp.experiments.batch import Watch
+from fedhdp.experiments.config import Experiment, to_toml
+from fedhdp.experiments.runner import read_experiment, resume, run, with_seeds
+from fedhdp.experiments.sweep import changes, expand
+from fedhdp.results import comparison
+from fedhdp.results.provenance import provenance
+from fedhdp.results.schema import Summary
+from fedhdp.results.store import (
+    EXPERIMENT_FILE,
+    LOCK_FILE,
+    NUMBERS_FILE,
+    RUNS_FILE,
+    SUMMARY_FILE,
+    TABLE_FILE,
+    DamagedRunError,
+    atomic_write,
+    lock_file,
+    read_value,
+    write_value,
+)
+from fedhdp.results.stored import RepeatedRun, RunEntry, RunsInfo, read_runs
+from fedhdp.results.tables import format_markdown
+from fedhdp.rng import os_entropy
+
+
+def needs_folder(experiment: Experiment, seeds: Sequence[int] | None) -> bool:
+    """Whether an experiment is several runs: with several seeds, or a sweep over what a variant cannot change."""
+    return seeds is not None or len(expand(experiment)) > 1
+
+
+class RunFolder:
+    """Several runs in one directory, locked while it is open. The runs are paired where they draw the same cohorts.
+
+    Args:
+        path: The directory.
+        experiment: The experiment, with its sweep.
+        entries: The runs.
+
+    Attributes:
+        entries: The runs, in their order.
+    """
+
+    def __init__(self, path: Path, experiment: Experiment, entries: Sequence[RunEntry]):
+        self.path, self.experiment, self.entries = path, experiment, list(entries)
+        self._experiments = expand(experiment)
+        use_cpu_cores()  # before the entropy, which processes share by JAX
+        self._entropy = {entry.seed: os_entropy(4) for entry in entries}
+        self._lock: IO[str] = open(path / LOCK_FILE, "w")  # noqa: SIM115 (closing it unlocks the directory)
+        try:
+            lock_file(self._lock)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise RunError(f"{path} is being written by another process", "out", str(path)) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._lock.close()
+        files = {file.relative_to(self.path).as_posix() for file in self.path.rglob("*") if file.is_file()}
+        if kind is not None and files <= {EXPERIMENT_FILE, RUNS_FILE, LOCK_FILE}:  # no run could be started
+            shutil.rmtree(self.path)
+
+    @classmethod
+    def start(cls, path: Path, experiment: Experiment, seeds: Sequence[int] | None = None) -> RunFolder:
+        """Begin a folder, or add seeds to it.
+
+        Args:
+            path: A new or empty directory, or one with runs of the same experiment.
+            experiment: The experiment.
+            seeds: The seeds; None: the experiment's.
+
+        Raises:
+            RunError: If the directory has other files, or the runs of another experiment.
+            FedHDPError: If a run's mechanism cannot be built.
+        """
+        experiment = experiment.pin()
+        entries = _entries(experiment, seeds)
+        for part in expand(experiment).values():
+            part.build_mechanism()
+        text = to_toml(experiment).encode()
+        if (path / RUNS_FILE).exists():
+            previous = cls._read(path, text)
+            entries = [*previous, *(entry for entry in entries if entry not in previous)]
+        elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunError(f"--out {path} is not an empty directory", "out", str(path))
+        path.mkdir(parents=True, exist_ok=True)
+        folder = cls(path, experiment, entries)
+        atomic_write(path / EXPERIMENT_FILE, text)
+        write_value(path / RUNS_FILE, RunsInfo(hashlib.sha256(text).hexdigest(), entries))
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """Open a folder that was begun.
+
+        Raises:
+            DamagedRunError: If it is damaged, or its experiment has been edited.
+            RunError: If another process has locked it.
+        """
+        entries = cls._read(path, None)
+        return cls(path, read_experiment(path), entries)
+
+    @staticmethod
+    def _read(path: Path, text: bytes | None) -> list[RunEntry]:
+        """The runs of a folder whose experiment has this text; None: that of its file."""
+        info = read_value(path / RUNS_FILE, RunsInfo)
+        try:
+            stored = (path / EXPERIMENT_FILE).read_bytes()
+        except OSError as error:
+            raise DamagedRunError(f"{path / EXPERIMENT_FILE} is damaged: {error}") from error
+        if hashlib.sha256(stored).hexdigest() != info.experiment_sha256:
+            raise DamagedRunError(f"{path / EXPERIMENT_FILE} was edited after the runs were started")
+        if text is not None and text != stored:
+            raise RunError(f"{path} has the runs of another experiment; name another --out", "out", str(path))
+        return info.runs
+
+    def run(self, entry: RunEntry, watch: Watch) -> Summary:
+        """Run one of the runs, or resume it; a finished one is read."""
+        path = self.path / entry.path
+        if (path / EXPERIMENT_FILE).exists():
+            return resume(path, watch, self._entropy[entry.seed])
+        name = entry.path.removesuffix(f"seed-{entry.seed}").strip("/")
+        [experiment] = (
+            with_seeds(self._experiments[name], [entry.seed]) if _is_seed(entry) else [self._experiments[name]]
+        )
+        return run(experiment, path, watch, self._entropy[entry.seed])
+
+    def write_tables(self) -> list[RepeatedRun]:
+        """Write the combined table and the summary of the runs that are finished, and return these."""
+        runs = [RepeatedRun(_relative(run.label, self.path), run.runs) for run in read_runs([self.path])]
+        header, rows = comparison.combined_cells(runs)
+        notes = [text for text in (comparison.describe_seeds(runs), *comparison.notes(runs)) if text]
+        table = format_markdown(header, rows, notes, texts=min(2, len(runs)))
+        atomic_write(self.path / TABLE_FILE, table.encode())
+        numbers = comparison.mean_rows(runs)
+        atomic_write(self.path / NUMBERS_FILE, comparison.format_csv(numbers).encode())
+        names = ("version", "commit", "modified")
+        write_value(
+            self.path / SUMMARY_FILE,
+            {
+                "experiment": self.experiment.name,
+                **dict(zip(names, provenance(), strict=True)),
+                "runs": [self._result(entry) for entry in self.entries if self._is_finished(entry)],
+                "means": [row._asdict() for row in numbers],
+            },
+        )
+        return runs
+
+    def _is_finished(self, entry: RunEntry) -> bool:
+        return (self.path / entry.path / SUMMARY_FILE).exists()
+
+    def _result(self, entry: RunEntry) -> dict[str, Any]:
+        variants = read_value(self.path / entry.path / SUMMARY_FILE, Summary).variants
+        return {"path": entry.path, "seed": entry.seed, "changes": entry.changes, "variants": variants}
+
+
+def _entries(experiment: Experiment, seeds: Sequence[int] | None) -> list[RunEntry]:
+    entries = []
+    for name, point in changes(experiment).items():
+        if seeds is None:
+            entries.append(RunEntry(name, experiment.seed, point))
+            continue
+        for seeded in with_seeds(experiment, seeds):
+            entries.append(RunEntry(f"{name}/seed-{seeded.seed}".strip("/"), seeded.seed, point))
+    return entries
+
+
+def _is_seed(entry: RunEntry) -> bool:
+    return Path(entry.path).name == f"seed-{entry.seed}"
+
+
+def _relative(label: str, path: Path) -> str:
+    return str(Path(label).relative_to(path))

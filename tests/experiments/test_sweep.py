@@ -1,0 +1,126 @@
+"""Sweeps: which variants and experiments they make, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from experiment_helpers import TINY, command, tiny
+from helpers import raises_field
+
+from fedhdp.errors import ConfigError
+from fedhdp.experiments import Experiment, find, from_toml, to_toml
+from fedhdp.experiments.sweep import MAX_VARIANTS, changes, expand
+
+WEIGHT = "mechanism.groups.private.weight"
+
+
+def swept(**sweep: Any) -> dict[str, Experiment]:
+    """The experiments of the tiny one with a sweep; two underscores stand for a dot."""
+    return expand(tiny(sweep={key.replace("__", "."): values for key, values in sweep.items()}))
+
+
+def names(experiments: dict[str, Experiment]) -> dict[str, list[str]]:
+    return {name: [variant.name for variant in experiment.variants] for name, experiment in experiments.items()}
+
+
+def test_weight_makes_variants_of_those_that_have_weights():
+    [experiment] = expand(tiny(sweep={WEIGHT: [0.01, 0.1]})).values()
+    assert [variant.name for variant in experiment.variants] == ["DP-FedAvg", "FedHDP weight=0.01", "FedHDP weight=0.1"]
+    assert [variant.weights for variant in experiment.variants[1:]] == [{"private": 0.01}, {"private": 0.1}]
+    assert experiment.sweep == {}
+
+
+def test_training_and_server_make_variants():
+    [experiment] = swept(training__learning_rate=[0.1, 0.5], server__momentum=[0.0, 0.9]).values()
+    assert len(experiment.variants) == 8
+    assert experiment.variants[3].name == "DP-FedAvg learning_rate=0.5 momentum=0.9"
+    assert experiment.overrides(3)[0].learning_rate == 0.5
+    assert experiment.overrides(3)[1].momentum == 0.9
+
+
+def test_model_and_rounds_make_experiments():
+    experiments = swept(model__hidden=[4, 8], rounds=[2, 3])
+    assert list(experiments) == ["hidden-4-rounds-2", "hidden-4-rounds-3", "hidden-8-rounds-2", "hidden-8-rounds-3"]
+    assert [(e.model.hidden, e.rounds) for e in experiments.values()] == [(4, 2), (4, 3), (8, 2), (8, 3)]
+    assert changes(tiny(sweep={"rounds": [2, 3]})) == {"rounds-2": {"rounds": 2}, "rounds-3": {"rounds": 3}}
+
+
+def test_tables_can_be_values():
+    experiments = swept(model=[{"name": "mlp", "hidden": 4}, {"name": "linear"}])
+    assert list(experiments) == ["model-mlp", "model-linear"]
+
+
+def test_star_is_every_group():
+    [experiment] = expand(tiny(sweep={"mechanism.groups.*.pull": [0.1, 0.2]})).values()
+    assert experiment.variants[0].pulls == {"opted out": 0.1, "private": 0.1}
+
+
+def test_variant_keeps_its_own_value():
+    sweep = {WEIGHT: [0.2, 0.3], "variants.FedHDP.weights.private": [0.5, 0.6]}
+    [experiment] = expand(tiny(sweep=sweep)).values()
+    assert [variant.weights.get("private") for variant in experiment.variants[1:]] == [0.5, 0.6]
+
+
+def test_epsilon_makes_variants_of_one_experiment():
+    [experiment] = expand(tiny(sweep={"mechanism.groups.private.epsilon": [2.0, 8.0]})).values()
+    assert len(experiment.variants) == 4  # DP-FedAvg has the noise of the strictest
+    mechanism = experiment.build_mechanism()
+    strict, loose = (m.groups[1].noise_multiplier for m in experiment.variant_mechanisms(mechanism)[2:])
+    assert strict > loose == mechanism.groups[1].noise_multiplier
+    assert experiment.epsilon_targets(experiment.variants[2])["private"] == 2.0
+
+
+def test_noise_multiplier_of_a_group_with_an_epsilon_is_an_error():
+    with pytest.raises(ConfigError):
+        expand(tiny(sweep={"mechanism.groups.private.noise_multiplier": [1.0, 2.0]}))
+
+
+def test_file_may_nest_or_quote_keys(tmp_path):
+    nested = TINY.read_text() + "[sweep]\ntraining.learning_rate = [0.1, 0.5]\n"
+    quoted = TINY.read_text() + '[sweep]\n"training.learning_rate" = [0.1, 0.5]\n'
+    first, second = (from_toml(text, "x") for text in (nested, quoted))
+    assert names(expand(first)) == names(expand(second))
+    assert from_toml(to_toml(first), "x") == first
+
+
+def test_paths_are_relative_to_the_file(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(TINY.read_text() + '[sweep]\nledger = ["a.ledger", "b.ledger"]\n')
+    ledgers = [experiment.ledger for experiment in expand(find(str(path), {})).values()]
+    assert ledgers == [str(tmp_path / "a.ledger"), str(tmp_path / "b.ledger")]
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "field"),
+    [
+        ("seed", [1, 2], "sweep.seed"),
+        ("variants", [1], "sweep.variants"),
+        ("variants.FedHDP.name", ["a"], "sweep.variants.FedHDP.name"),
+        ("rounds", 3, "sweep.rounds"),
+        ("rounds", [], "sweep.rounds"),
+        ("rounds", [2, 2], "sweep.rounds"),
+        ("rounds", [2, 0], "rounds"),
+        ("rounds", ["many"], "rounds"),
+        ("training.learning_rte", [0.1], "training.learning_rte"),
+        ("training.learning_rate", [-1.0], "training.learning_rate"),
+        ("mechanism.groups.strict.weight", [0.1], "sweep.mechanism.groups.strict.weight"),
+        ("variants.FedHDP.epsilons.private", [-1.0], "variants[1].epsilon"),
+        ("variants.FedHDP.epsilons.strict", [1.0], "variants[1].epsilons"),
+        (WEIGHT, [-1.0], "mechanism.groups[1].weight"),
+        ("rounds.many", [1], "sweep.rounds.many"),
+        ("rounds", list(range(1, MAX_VARIANTS)), "sweep"),
+    ],
+)
+def test_bad_sweeps_are_refused(key, values, field):
+    with raises_field(field, ConfigError):
+        expand(tiny(sweep={key: values}))
+
+
+def test_bad_sweep_writes_nothing(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(TINY.read_text() + "[sweep]\nrounds = [1, 0]\n")
+    done = command("run", path, "--out", tmp_path / "run")
+    assert (done.code, done.stderr.count("\n")) == (2, 1)
+    assert "mine.toml: sweep (rounds): rounds must be at least 1, got 0" in done.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.toml"]

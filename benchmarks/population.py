@@ -49,7 +49,7 @@ def measure(clients: int, cohort: int, rounds: int, data: str, personal: bool) -
     training = LocalTraining(personalize=personal)
     simulation = Simulation(federated, mlp(), Mechanism(groups, AdaptiveClip(0.5), sampling="fixed"), training)
     ends: list[float] = []
-    simulation.run(rounds + 3, after_round=lambda _: ends.append(time.perf_counter()))
+    simulation.run(rounds + 3, on_round=lambda _: ends.append(time.perf_counter()))
     simulation.wait()
     seconds = [end - before for before, end in itertools.pairwise(ends[2:])]
     start = time.perf_counter()

@@ -37,7 +37,7 @@ def seconds(data: FederatedData, rounds: int) -> float:
         simulation.wait()
         ends.append(time.perf_counter())
 
-    simulation.run(rounds + 2, after_round=record)
+    simulation.run(rounds + 2, on_round=record)
     return statistics.median(end - start for start, end in itertools.pairwise(ends[1:]))
 
 

@@ -28,13 +28,13 @@ from fedhdp.engine.round import Engine, EngineConfig, ExampleArrays, RoundParams
 from fedhdp.errors import DataError, ModelError, RunError, require
 from fedhdp.mechanism import Mechanism
 from fedhdp.models import Array, Model, Parameters, parameter_sizes
-from fedhdp.results.metrics import MetricRow, clip_rows, evaluation_rows
+from fedhdp.results.metrics import MetricRow, clip_rows, evaluation_rows, round_rows
 from fedhdp.results.schema import MetricInfo, SimulationResult
 from fedhdp.results.store import read_arrays, write_arrays
 from fedhdp.rng import BATCHES, COHORT, MODEL, NOISE, os_entropy, stream
 from fedhdp.server import Optimizer, ServerOptimizer, ServerState
 
-Hook = Callable[["Simulation"], bool | None]
+Callback = Callable[["Simulation"], bool | None]
 
 
 @lru_cache(maxsize=8)  # on CPUs each takes up to a thousand of the 65,530 memory maps that Linux gives a process
@@ -161,26 +161,32 @@ class Simulation:
     def run(
         self,
         rounds: int,
-        before_round: Hook | None = None,
-        after_round: Hook | None = None,
+        before_round: Callback | None = None,
+        on_round: Callback | None = None,
         evaluate_every: int | None = None,
+        on_evaluate: Callable[[Simulation, list[list[MetricRow]]], bool | None] | None = None,
     ) -> None:
         """Run rounds until ``rounds`` are completed, those before this call included.
 
         Args:
             rounds: The number of completed rounds at which to stop.
             before_round: Called before each round. It may call `set_mechanisms`. False ends the loop.
-            after_round: Called after each round and its evaluation. False ends the loop.
+            on_round: Called after each round and its evaluation; `round_rows` has what the round measured. False ends the
+                loop.
             evaluate_every: Evaluate every so many rounds and after the last one, into ``histories``. None: never.
+            on_evaluate: Called after each evaluation, with what `evaluate` returned. False ends the loop after the round.
         """
         while self.round < rounds:
             if before_round is not None and before_round(self) is False:
                 return
             self.run_round()
+            ends = False
             if evaluate_every is not None and (self.round % evaluate_every == 0 or self.round == rounds):
-                for history, rows in zip(self.histories, self.evaluate(), strict=True):
+                evaluation = self.evaluate()
+                for history, rows in zip(self.histories, evaluation, strict=True):
                     history += rows
-            if after_round is not None and after_round(self) is False:
+                ends = on_evaluate is not None and on_evaluate(self, evaluation) is False
+            if (on_round is not None and on_round(self) is False) or ends:
                 return
 
     def draw_cohort(self, round: int) -> np.ndarray:
@@ -262,16 +268,22 @@ class Simulation:
         """For each mechanism, the metrics of all models: on the server's test set, and by group on the clients' own."""
         client_values, names = self.client_scores(), [group.name for group in self.mechanism.groups]
         server_values = self._evaluation.on_server(self._global_models())
-        clip_R, refused_RG = np.asarray(self.server_state.clip), np.asarray(self.server_state.refused_G)
-        metrics = []
-        for v, r in enumerate(self.run_of):
+        rows = []
+        for v, (r, of_round) in enumerate(zip(self.run_of, self.round_rows(), strict=True)):
             of_server = {name: float(value_R[r]) for name, value_R in server_values.items()}
             of_clients = {name: value_KV[:, v] for name, value_KV in client_values.items()}
+            values = evaluation_rows(self.round, self.metrics, names, self.group_K, of_server, of_clients)
+            rows.append(values + of_round)
+        return rows
+
+    def round_rows(self) -> list[list[MetricRow]]:
+        """For each mechanism, what rounds measure without an evaluation: the next clip, and each group's refused updates."""
+        clip_R, refused_RG = np.asarray(self.server_state.clip), np.asarray(self.server_state.refused_G)
+        rows, names = [], [group.name for group in self.mechanism.groups]
+        for r in self.run_of:
             refused = dict(zip(names, refused_RG[r].tolist(), strict=True))
-            clips = clip_rows(self.round, self.mechanism.layers, clip_R[r])
-            numbers = (self.round, self.metrics, self.group_K, of_server, of_clients, clips, refused)
-            metrics.append(evaluation_rows(*numbers))
-        return metrics
+            rows.append(round_rows(self.round, clip_rows(self.round, self.mechanism.layers, clip_R[r]), refused))
+        return rows
 
     def global_model(self, number: int = 0) -> np.ndarray:
         """The global model of the mechanism with this number, as one row of parameters."""
@@ -361,18 +373,23 @@ def simulate(
     evaluate_every: int | None = None,
     seed: int = 0,
     noise_seed: int | None = None,
-    on_round: Hook | None = None,
+    on_round: Callback | None = None,
+    on_evaluate: Callable[[Simulation, Any], bool | None] | None = None,
 ) -> SimulationResult:
     """Train under one mechanism and evaluate. The other arguments and the errors are those of `Simulation`.
 
     Args:
         rounds: The number of rounds.
         evaluate_every: Evaluate every so many rounds, and after the last one. None: after the last one only.
-        on_round: Called with the simulation after each round. False ends the training.
+        on_round: Called with the simulation after each round; its `round_rows` has what was measured. False ends the
+            training.
+        on_evaluate: Called with the simulation and the rows of each evaluation that ``evaluate_every`` asks for. False ends
+            the training.
     """
     rule = "a Mechanism (simulate_many takes several)"
     require(isinstance(mechanism, Mechanism), "mechanism", type(mechanism).__name__, rule)
-    optional = (training, server_optimizer, rounds, evaluate_every, seed, noise_seed, on_round)
+    on_evaluate_all = on_evaluate and (lambda simulation, evaluation: on_evaluate(simulation, evaluation[0]))
+    optional = (training, server_optimizer, rounds, evaluate_every, seed, noise_seed, on_round, on_evaluate_all)
     return simulate_many(data, model, [mechanism], *optional)[0]
 
 
@@ -386,20 +403,22 @@ def simulate_many(
     evaluate_every: int | None = None,
     seed: int = 0,
     noise_seed: int | None = None,
-    on_round: Hook | None = None,
+    on_round: Callback | None = None,
+    on_evaluate: Callable[[Simulation, Any], bool | None] | None = None,
 ) -> list[SimulationResult]:
     """Train under several mechanisms in one program, paired: with the same cohorts, batches and initial model.
 
-    The arguments are those of `simulate`. There is a result for each mechanism, in their order.
+    The arguments are those of `simulate`; ``on_evaluate`` gets a list of rows for each mechanism. There is a result for each
+    mechanism, in their order.
     """
     for field, value in (("rounds", rounds), ("evaluate_every", rounds if evaluate_every is None else evaluate_every)):
         is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
         require(is_integer and value >= 1, field, value, "a whole number of at least 1")
     simulation = Simulation(data, model, mechanisms, training, server_optimizer, seed, noise_seed)
-    simulation.run(rounds, after_round=on_round, evaluate_every=evaluate_every or rounds)
+    simulation.run(rounds, None, on_round, evaluate_every or rounds, on_evaluate)
     results = []
     for number, (mechanism, history) in enumerate(zip(simulation.mechanisms, simulation.histories, strict=True)):
-        if not history or history[-1].round != simulation.round:  # ended by on_round
+        if not history or history[-1].round != simulation.round:  # ended by a callback
             history += simulation.evaluate()[number]
         scores = {name: score_KV[:, number] for name, score_KV in simulation.client_scores().items()}
         parameters, repeatable = simulation.named_parameters(number), noise_seed is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -12,12 +12,14 @@ import numpy as np
 from fedhdp.engine import personal_store
 from fedhdp.experiments.config import Experiment
 from fedhdp.mechanism import SERVER
+from fedhdp.privacy.accounting import pluralize
 from fedhdp.privacy.budget import BudgetExhausted, RunBilling
 from fedhdp.privacy.ledger import Ledger
-from fedhdp.results.schema import MetricRow, VariantResult, account_groups, attach_metrics
-from fedhdp.results.store import VariantDirectory
+from fedhdp.results.schema import ACCURACY, MetricInfo, MetricRow, VariantResult, account_groups, attach_metrics
+from fedhdp.results.store import Extension, VariantDirectory
 from fedhdp.simulation import Simulation
 
+KEPT_CHECKPOINT_BYTES = 2**28  # up to which a finished run keeps its checkpoint unless the experiment says otherwise
 CHECKPOINT_SHARE = 20  # checkpoints take at most one part in this many of the time
 
 
@@ -29,8 +31,9 @@ class Progress(NamedTuple):
     variants: int
     round: int
     rounds: int
-    accuracies: tuple[float, ...] = ()  # each variant's on the server's test set, in the last evaluation
+    values: tuple[float, ...] = ()  # of each variant on the server's test set, in the last evaluation
     billings: tuple[RunBilling, ...] = ()
+    metric: MetricInfo = ACCURACY
 
     def epsilon(self) -> dict[str, tuple[float, float]]:
         """Each group's smallest and largest epsilon among the variants; empty where it is not known."""
@@ -60,6 +63,7 @@ class VariantBatch:
         simulation: Simulation,
         parts: list[VariantDirectory],
         watch: Watch,
+        extensions: Sequence[Extension] = (),
     ):
         self.experiment, self.simulation, self.watch = experiment, simulation, watch
         self.variants = [experiment.variants[number] for number in numbers]
@@ -70,6 +74,8 @@ class VariantBatch:
         self.checkpoint_pause = experiment.checkpoint_seconds
         self.mechanisms = simulation.mechanisms  # with all groups, also those that are dropped later
         self.stopped: str | None = None
+        self.asked = extensions[-1].epsilon_targets if extensions else {}
+        self.notes = [extension_note(extensions[0].rounds, experiment.rounds)] if extensions else []
         self._restore()
 
     def _restore(self) -> None:
@@ -104,12 +110,12 @@ class VariantBatch:
         if not self.watch(self._start_progress()):
             raise Interrupted
         rounds, evaluate_every = self.experiment.rounds, self.experiment.evaluate_every
-        self.simulation.run(rounds, self._charge_round, self._record_round, evaluate_every)
+        self.simulation.run(rounds, self._charge_round, self._record_round, evaluate_every, self._record_evaluation)
         if not self._is_evaluated():  # it was stopped between evaluations
             evaluations = self.simulation.evaluate()
-            for history, part, rows in zip(self.simulation.histories, self.parts, evaluations, strict=True):
+            for history, rows in zip(self.simulation.histories, evaluations, strict=True):
                 history += rows
-                part.append_history(rows)
+            self._record_evaluation(self.simulation, evaluations)
         return self._finish()
 
     def _make_billings(self, run_id: str, ledger: Ledger | None) -> list[RunBilling]:
@@ -143,11 +149,13 @@ class VariantBatch:
             simulation.set_mechanisms(mechanisms)
         return True
 
+    def _record_evaluation(self, simulation: Simulation, evaluations: list[list[MetricRow]]) -> None:
+        """Append what was measured to the histories."""
+        for part, rows in zip(self.parts, evaluations, strict=True):
+            part.append_history(rows)
+
     def _record_round(self, simulation: Simulation) -> None:
-        """Record an evaluated round, show the progress and save a checkpoint where one is due."""
-        if self._is_evaluated():
-            for part, history in zip(self.parts, simulation.histories, strict=True):
-                part.append_history(row for row in history if row.round == simulation.round)
+        """Show the progress and save a checkpoint where one is due."""
         go_on = self.watch(self._progress())
         start = time.monotonic()
         if not go_on or start - self.checkpoint_time >= self.checkpoint_pause:
@@ -167,17 +175,29 @@ class VariantBatch:
         return Progress(self.title, self.number, len(self.experiment.variants), 0, self.experiment.rounds)
 
     def _progress(self) -> Progress:
-        accuracies = (_last_accuracy(history) for history in self.simulation.histories)
+        metric = self.simulation.metrics[0]
+        values = (_last_value(metric.name, history) for history in self.simulation.histories)
         return self._start_progress()._replace(
             round=self.simulation.round,
-            accuracies=tuple(accuracy for accuracy in accuracies if accuracy is not None),
+            values=tuple(value for value in values if value is not None),
+            metric=metric,
             billings=tuple(self.billings),
         )
 
     def save_checkpoint(self) -> None:
         """Save the state from which the batch resumes."""
         counts = {"seconds": np.array(self.seconds), "replayed_rounds": np.array(self.replayed_rounds)}
-        self.parts[0].save_checkpoint({**self.simulation.state_arrays(), **counts})
+        names = {"variants": np.array([variant.name for variant in self.variants])}
+        self.parts[0].save_checkpoint({**self.simulation.state_arrays(), **counts, **names})
+
+    def _keeps_checkpoint(self) -> bool:
+        """Whether the checkpoint is kept at the end, so that the run can be extended."""
+        if self.experiment.keep_checkpoint is not None:
+            return self.experiment.keep_checkpoint
+        simulation = self.simulation
+        participants = 0 if simulation.store is None else int(simulation.participated_K.sum())
+        size = personal_store.personal_bytes(simulation.engine.model, participants) * len(self.variants)
+        return size <= KEPT_CHECKPOINT_BYTES
 
     def _finish(self) -> list[VariantResult]:
         """Write each variant's model, scores and result."""
@@ -186,22 +206,34 @@ class VariantBatch:
         results = []
         experiment, columns = self.experiment, (self.variants, self.billings, self.mechanisms)
         for variant, billing, mechanism, history in zip(*columns, self.simulation.histories, strict=True):
-            costs_of, targets = partial(billing.costs, rounds=rounds), experiment.epsilon_targets(variant)
+            costs_of = partial(billing.costs, rounds=rounds)
+            targets = self.asked.get(variant.name) or experiment.epsilon_targets(variant)
             groups = account_groups(mechanism, costs_of, experiment.delta_of, experiment.run_accountant, targets)
             result = VariantResult(variant.name, variant.algorithm, rounds, seconds, experiment.repeatable, groups)
             result.metrics = self.simulation.metrics
             result.stopped, result.preparation = self.stopped, self.simulation.data.preparation
+            result.notes = list(self.notes)
             results.append(attach_metrics(result, history))
+        keep = self._keeps_checkpoint()
+        if keep:
+            self.save_checkpoint()
         for number in reversed(range(len(results))):
             variant_scores = {name: score_KV[:, number].astype(np.float32) for name, score_KV in scores.items()}
-            self.parts[number].finish(self.simulation.named_parameters(number), results[number], variant_scores)
-        (self.parts[0].path / personal_store.FILE_NAME).unlink(missing_ok=True)
+            parameters = self.simulation.named_parameters(number)
+            self.parts[number].finish(parameters, results[number], variant_scores, keep)
+        if not keep:
+            (self.parts[0].path / personal_store.FILE_NAME).unlink(missing_ok=True)
         return results
 
 
-def _last_accuracy(history: list[MetricRow]) -> float | None:
-    """The accuracy on the server's test set in the last evaluation."""
+def extension_note(first: int, rounds: int) -> str:
+    """What a table says about a run whose rounds were changed."""
+    return f"noise was calibrated for {pluralize(first)}; the run was changed to {pluralize(rounds)} and kept its noise"
+
+
+def _last_value(metric: str, history: list[MetricRow]) -> float | None:
+    """A metric on the server's test set in the last evaluation."""
     for row in reversed(history):
-        if (row.group, row.model, row.metric) == (SERVER, "global", "accuracy"):
+        if (row.group, row.model, row.metric) == (SERVER, "global", metric):
             return row.value
     return None

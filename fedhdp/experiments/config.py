@@ -21,6 +21,7 @@ from fedhdp.experiments.errors import FieldNames, config_error
 from fedhdp.experiments.file_data import DataFiles
 from fedhdp.experiments.weights import count_parameters
 from fedhdp.mechanism import AdaptiveClip, Clip, LayerClip, Mechanism, Noise, Sampling, parse_clip
+from fedhdp.metrics import NAMES
 from fedhdp.optimizers import require_tables
 from fedhdp.privacy.accounting import Accountant, default_accountant
 from fedhdp.privacy.budget import Budget, OnBudgetExhausted
@@ -116,7 +117,10 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         seed: Seed of data, initial model and batches.
         noise_seed: Seed of noise and cohorts: repeatable, not private. None draws from the operating system's entropy.
         evaluate_every: Rounds between evaluations; the last round is always evaluated.
+        metrics: Names of metrics that replace the model's, built-in ones or the model's own; tables show the first.
         checkpoint_seconds: Seconds between checkpoints, at least.
+        keep_checkpoint: Whether the final state is kept, personal models included, so that the run can be extended. None:
+            where these are at most 256 MiB.
         delta: The delta of groups without a delta.
         accountant: What calibrates noise, computes epsilons and keeps budgets. None: RDP with a ledger or with fixed
             cohorts, else PLD.
@@ -138,7 +142,9 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     noise_seed: int | None = None
     evaluate_every: int = 25
+    metrics: tuple[str, ...] = ()
     checkpoint_seconds: float = 30.0
+    keep_checkpoint: bool | None = None
     delta: float = 1e-4
     accountant: Accountant | None = None
     ledger: str | None = None
@@ -155,6 +161,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(self.checkpoint_seconds >= 0, "checkpoint_seconds", self.checkpoint_seconds, "at least 0")
         require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
         require(0 <= self.data.validation < 1, "data.validation", self.data.validation, "at least 0 and below 1")
+        self._check_metrics()
         require_tables(self.training.optimizer, "training.optimizer")
         require_tables(self.server.optimizer, "server.optimizer")
         self._check_groups()
@@ -162,6 +169,12 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.accountant == "pld":
             rule = "'rdp' where there is a ledger or a variant with fixed cohorts"
             require(self._default_accountant == "pld", "accountant", self.accountant, rule)
+
+    def _check_metrics(self) -> None:
+        for name in self.metrics:
+            rule = f"of {', '.join(NAMES)}, or of a function in the model's Python file"
+            require(name in NAMES or isinstance(self.model, PythonFile), "metrics", name, rule)
+        require(len(set(self.metrics)) == len(self.metrics), "metrics", list(self.metrics), "different names")
 
     def _check_groups(self) -> None:
         names = [group.name for group in self.mechanism.groups]

@@ -51,22 +51,20 @@ def group_rows(
 def evaluation_rows(
     round: int,
     metrics: Iterable[MetricInfo],
+    names: Sequence[str],
     group_K: np.ndarray,
     server_values: Mapping[str, float],
     client_values: Mapping[str, np.ndarray],
-    clips: Iterable[MetricRow],
-    refused: Mapping[str, float],
 ) -> list[MetricRow]:
-    """The rows of a simulation's evaluation.
+    """What a simulation's evaluation measured.
 
     Args:
         round: The round of the measurement.
         metrics: The metrics.
-        group_K: Each client's index into the groups.
+        names: The groups.
+        group_K: Each client's index into ``names``.
         server_values: What was measured on the server's test set, by ``MODEL/METRIC``; NaN where it is undefined.
         client_values: Each client's values on its own test examples, by ``MODEL/METRIC``.
-        clips: The rows of the next round's clips.
-        refused: The updates refused so far, by group.
     """
     info = {metric.name: metric for metric in metrics}
     rows = []
@@ -76,8 +74,13 @@ def evaluation_rows(
             rows.append(MetricRow(round, SERVER, model, name, value))
     for key, value_K in client_values.items():
         model, name = key.split("/")
-        rows += group_rows(round, model, info[name], list(refused), group_K, value_K)
-    rows += clips
+        rows += group_rows(round, model, info[name], names, group_K, value_K)
+    return rows
+
+
+def round_rows(round: int, clips: Iterable[MetricRow], refused: Mapping[str, float]) -> list[MetricRow]:
+    """What a round measured: the clips of the next round, and the updates refused so far, by group."""
+    rows = list(clips)
     return rows + [MetricRow(round, name, "global", "refused", float(count)) for name, count in refused.items()]
 
 

@@ -52,7 +52,7 @@ def run(experiment: Experiment, out: Path, watch: Watch, cohort_entropy: np.ndar
     experiment = experiment.pin()
     with RunDirectory.create(out, to_toml(experiment).encode()) as directory:
         try:
-            return _run(experiment, mechanism, data, directory, watch, cohort_entropy)
+            return run_variants(experiment, mechanism, directory, watch, cohort_entropy, data)
         except (ValueError, OSError):
             directory.discard_if_empty()
             raise
@@ -71,7 +71,7 @@ def resume(out: Path, watch: Watch, cohort_entropy: np.ndarray | None = None) ->
         if (out / SUMMARY_FILE).exists():
             return read_value(out / SUMMARY_FILE, Summary)
         data = experiment.load_if_needed()
-        return _run(experiment, experiment.build_mechanism(data), data, directory, watch, cohort_entropy)
+        return run_variants(experiment, experiment.build_mechanism(data), directory, watch, cohort_entropy, data)
 
 
 def run_or_resume(experiment: Experiment, out: Path, watch: Watch, cohort_entropy: np.ndarray | None = None) -> Summary:
@@ -115,14 +115,15 @@ def with_seeds(experiment: Experiment, seeds: Iterable[int]) -> list[Experiment]
     return [replace(experiment, seed=seed, noise_seed=None if noise is None else noise + seed) for seed in seeds]
 
 
-def _run(
+def run_variants(
     experiment: Experiment,
     mechanism: Mechanism,
-    data: FederatedData | None,
     directory: RunDirectory,
     watch: Watch,
-    cohort_entropy: np.ndarray | None,
+    cohort_entropy: np.ndarray | None = None,
+    data: FederatedData | None = None,
 ) -> Summary:
+    """Run the variants of a directory that are not finished, and write the summary; the arguments are those of `run`."""
     parts = [directory.variant(variant.name) for variant in experiment.variants]
     results = [part.result() for part in parts]
     if experiment.ledger is not None and not Path(experiment.ledger).exists() and any(part.started for part in parts):
@@ -153,7 +154,7 @@ def _run(
                 simulation = Simulation(data, model, batch_mechanisms, *settings, path, cohort_entropy)
                 groups = np.array([group.name for group in mechanism.groups])
                 directory.record_clients(data.ids.tolist(), groups[simulation.group_K].tolist())
-                batch = VariantBatch(experiment, numbers, simulation, parts, watch)
+                batch = VariantBatch(experiment, numbers, simulation, parts, watch, directory.extensions)
                 for number, result in zip(numbers, batch.run(directory.id, ledger), strict=True):
                     results[number] = result
     variants = [result for result in results if result is not None]

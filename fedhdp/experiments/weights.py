@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from fedhdp.data import FederatedData
+from fedhdp.devices import use_cpu_cores
 from fedhdp.experiments.components import DataConfig, FemnistConfig, HandwritingConfig, MnistConfig, ModelConfig
 
 PIXELS = 28 * 28
@@ -26,6 +27,7 @@ def count_parameters(data: DataConfig, model: ModelConfig, load: Callable[[], Fe
     """
     import jax
 
+    use_cpu_cores()  # before anything below uses JAX
     if isinstance(data, HandwritingConfig | FemnistConfig):
         inputs, classes = PIXELS, int(data.classes)
     elif isinstance(data, MnistConfig):
@@ -33,5 +35,5 @@ def count_parameters(data: DataConfig, model: ModelConfig, load: Callable[[], Fe
     else:
         loaded = load()
         inputs, classes = math.prod(loaded.input_shape), loaded.classes
-    shapes = jax.eval_shape(model.build(inputs, classes).init, jax.random.key(0))
+    shapes = jax.eval_shape(lambda: model.build(inputs, classes).init(jax.random.key(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))

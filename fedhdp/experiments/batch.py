@@ -7,15 +7,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from fedhdp.engine import personal_store
-from fedhdp.experiments.config import Experiment
+from fedhdp.experiments.config import Experiment, Variant, without_none
 from fedhdp.mechanism import SERVER
 from fedhdp.privacy.budget import BudgetExhausted, RunBilling
 from fedhdp.privacy.ledger import Ledger
+from fedhdp.results.loggers import LoggedVariant, VariantLog
 from fedhdp.results.schema import ACCURACY, MetricInfo, MetricRow, VariantResult, account_groups, attach_metrics
-from fedhdp.results.store import VariantDirectory
+from fedhdp.results.store import VariantDirectory, encode_json
 from fedhdp.simulation import Simulation
 
 CHECKPOINT_SHARE = 20  # checkpoints take at most one part in this many of the time
@@ -98,6 +100,27 @@ class VariantBatch:
     def run(self, run_id: str, ledger: Ledger | None) -> list[VariantResult]:
         """Run the remaining rounds and write the results."""
         self.billings = self._make_billings(run_id, ledger)
+        self.logs: list[VariantLog] = []
+        completed = False
+        try:
+            for variant, part in zip(self.variants, self.parts, strict=True):
+                self.logs.append(self._start_log(run_id, variant, part))
+            self._run_rounds()
+            results, completed = self._finish(), True
+        finally:
+            for variant_log in self.logs:
+                variant_log.finish(completed)
+        return results
+
+    def _start_log(self, run_id: str, variant: Variant, part: VariantDirectory) -> VariantLog:
+        """Start the experiment's loggers for a variant; an address in a logger's arguments is no setting to show."""
+        values = msgspec.structs.asdict(self.experiment) | {"variants": None, "loggers": None, "variant": variant}
+        config = msgspec.json.decode(encode_json(without_none(msgspec.to_builtins(values))))
+        names = (self.experiment.name, run_id, variant.name)
+        return VariantLog(self.experiment.loggers, LoggedVariant(*names, part.path, self.simulation.round, config))
+
+    def _run_rounds(self) -> None:
+        """Run the remaining rounds and record what they measure."""
         if self.has_lost_rows:  # remember the replayed rounds before the rows that prove them are gone
             self.save_checkpoint()
         for part, history in zip(self.parts, self.simulation.histories, strict=True):
@@ -111,7 +134,6 @@ class VariantBatch:
             for history, rows in zip(self.simulation.histories, evaluations, strict=True):
                 history += rows
             self._record_evaluation(self.simulation, evaluations)
-        return self._finish()
 
     def _make_billings(self, run_id: str, ledger: Ledger | None) -> list[RunBilling]:
         """A billing for each global training; with a ledger there is one, in the name of its first variant."""
@@ -145,9 +167,14 @@ class VariantBatch:
         return True
 
     def _record_evaluation(self, simulation: Simulation, evaluations: list[list[MetricRow]]) -> None:
-        """Append what was measured to the histories."""
+        """Append what was measured to the histories, and log it with the epsilons."""
         for part, rows in zip(self.parts, evaluations, strict=True):
             part.append_history(rows)
+        if self.experiment.loggers:
+            for variant_log, billing, rows in zip(self.logs, self.billings, evaluations, strict=True):
+                spent = billing.epsilon(simulation.round).items()
+                epsilons = [MetricRow(simulation.round, name, "global", "epsilon", epsilon) for name, epsilon in spent]
+                variant_log.log(simulation.round, rows + epsilons)
 
     def _record_round(self, simulation: Simulation) -> None:
         """Show the progress and save a checkpoint where one is due."""

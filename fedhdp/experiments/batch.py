@@ -116,8 +116,9 @@ class VariantBatch:
         """Start the experiment's loggers for a variant; an address in a logger's arguments is no setting to show."""
         values = msgspec.structs.asdict(self.experiment) | {"variants": None, "loggers": None, "variant": variant}
         config = msgspec.json.decode(encode_json(without_none(msgspec.to_builtins(values))))
-        names = (self.experiment.name, run_id, variant.name)
-        return VariantLog(self.experiment.loggers, LoggedVariant(*names, part.path, self.simulation.round, config))
+        logged = LoggedVariant(self.experiment.name, run_id, variant.name, part.path, self.simulation.round, config)
+        has_client_data = self.simulation.data.server_has_client_data
+        return VariantLog(self.experiment.loggers, logged._replace(server_has_client_data=has_client_data))
 
     def _run_rounds(self) -> None:
         """Run the remaining rounds and record what they measure."""

@@ -173,7 +173,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _check_metrics(self) -> None:
         for name in self.metrics:
-            rule = f"of {', '.join(NAMES)}, or of a function in the model's Python file"
+            rule = f"one of {', '.join(NAMES)}, or a function of the model's Python file"
             require(name in NAMES or isinstance(self.model, PythonFile), "metrics", name, rule)
         require(len(set(self.metrics)) == len(self.metrics), "metrics", list(self.metrics), "different names")
 

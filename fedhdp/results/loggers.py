@@ -3,8 +3,9 @@
 A logger is a value with ``start``. It returns two functions: ``log(round, values)``, and ``finish(completed)``. Each variant
 is a run of its own; a run that resumes continues it.
 
-What is measured on clients' data has no noise. It goes to a remote logger only if ``client_metrics`` asks for it, and so do
-the ids of clients. Epsilons, the clip and what is measured on the server's test set always go.
+What is measured on clients' data has no noise. A remote logger gets it, and the ids of clients, only if ``client_metrics``
+asks for it. It always gets epsilons, the clip, and what is measured on the server's test set, unless that set consists of
+clients' examples.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class LoggedVariant(NamedTuple):
         path: The variant's directory.
         round: The rounds completed, more than 0 where the run resumes.
         config: The experiment and the variant.
+        server_has_client_data: Whether the server's test set consists of clients' examples.
     """
 
     experiment: str
@@ -51,6 +53,7 @@ class LoggedVariant(NamedTuple):
     path: Path
     round: int
     config: dict[str, Any]
+    server_has_client_data: bool = False
 
 
 class LogRun(NamedTuple):
@@ -211,7 +214,7 @@ def check_names(loggers: Sequence[str | Logger]) -> None:
     """
     names = [name_of(logger) for logger in loggers]
     for name in names:
-        require(name in _PACKAGES, "loggers", name, f"of {', '.join(sorted(_PACKAGES))}")
+        require(name in _PACKAGES, "loggers", name, f"one of {', '.join(sorted(_PACKAGES))}")
     require(len(set(names)) == len(names), "loggers", names, "different ones")
 
 
@@ -246,6 +249,7 @@ class VariantLog:
 
     def __init__(self, loggers: Iterable[str | Logger], variant: LoggedVariant):
         self._runs: dict[str, tuple[bool, LogRun]] = {}  # whether it takes client metrics
+        self._server_has_client_data = variant.server_has_client_data
         values = {name_of(logger): _DEFAULTS[logger] if isinstance(logger, str) else logger for logger in loggers}
         for name in (name for name in _PACKAGES if name in values):
             logger = values[name]
@@ -261,7 +265,7 @@ class VariantLog:
         """Log what was measured after so many rounds; values that are not finite are left out."""
         rows = [row for row in rows if math.isfinite(row.value)]
         for name, (takes_all, run) in list(self._runs.items()):
-            values = {_tag(row): row.value for row in rows if takes_all or is_public(row)}
+            values = {_tag(row): row.value for row in rows if takes_all or self._is_public(row)}
             self._attempt(name, partial(run.log, round, values))
 
     def finish(self, completed: bool) -> None:
@@ -269,6 +273,12 @@ class VariantLog:
         for name, (_, run) in list(self._runs.items()):
             self._attempt(name, partial(run.finish, completed))
         self._runs = {}
+
+    def _is_public(self, row: MetricRow) -> bool:
+        """Whether a row has nothing of clients' data without noise: epsilons, clips, the server's own test set."""
+        if row.metric in ("epsilon", "clip") or row.metric.startswith("clip/"):
+            return True
+        return row.group == SERVER and not self._server_has_client_data
 
     def _attempt(self, name: str, call: Callable[[], None]) -> None:
         try:
@@ -278,11 +288,6 @@ class VariantLog:
             warnings.warn(
                 f"{name} failed and gets no more of this variant: {_line(error)}", RuntimeWarning, stacklevel=3
             )
-
-
-def is_public(row: MetricRow) -> bool:
-    """Whether a row has nothing of clients' data that is without noise: epsilons, the clip, the server's test set."""
-    return row.group == SERVER or row.metric == "epsilon"
 
 
 def without_ids(config: Any) -> Any:

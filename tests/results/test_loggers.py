@@ -129,6 +129,14 @@ def test_wandb_gets_clients_metrics_only_if_asked_for(monkeypatch, tmp_path, cli
     assert (config["mechanism"]["groups"][0]["clients"] == 2) != client_metrics
 
 
+def test_a_server_test_set_of_clients_examples_is_clients_data(monkeypatch, tmp_path):
+    server = FakeWandb().install(monkeypatch)
+    log = VariantLog(("wandb",), variant_in(tmp_path)._replace(server_has_client_data=True))
+    log.log(5, ROWS)
+    (run,) = server.runs.values()
+    assert run.metrics == [(5, {"server/global/clip": 0.25, "private/global/epsilon": 1.5})]
+
+
 def test_a_logger_that_does_not_start_is_an_error(monkeypatch, tmp_path):
     def fail(**options):
         raise LookupError("no login\nsecond line")

@@ -1,9 +1,9 @@
 """Token sequences at three privacy levels: `python examples/sequences.py [ROUNDS]`, half a minute on two cores.
 
 Three hundred devices log what happens as sequences of twelve tokens. Four behaviours make the same tokens equally often, but
-in another order: each has its own habit of what follows what. A logistic regression on the counts of tokens, trained on all data,
-is right in 28% of 1,000 new sequences. The model here is an embedding and a gated recurrent unit, 1,840 parameters in plain JAX:
-97% without noise, 96% with FedHDP, about 80% if everybody gets the noise of the strictest.
+in another order: each has its own habit of what follows what. The model is an embedding and a gated recurrent unit in plain
+JAX, 1,840 parameters. On 1,000 new sequences 97% are right without noise, 96% with FedHDP and 74 to 80% if everybody gets
+the noise of the strictest. A logistic regression on the counts of tokens, without privacy, has 26%.
 """
 
 import sys
@@ -55,17 +55,13 @@ def make_data(seed):
 
 def init(key):
     keys = jax.random.split(key, 4)
-    shapes = {
-        "token": (TOKENS, WIDTH),
-        "input": (WIDTH, 3 * WIDTH),
-        "state": (WIDTH, 3 * WIDTH),
-        "output": (WIDTH, BEHAVIOURS),
+    return {
+        "token": jax.random.normal(keys[0], (TOKENS, WIDTH)),
+        "input": jax.random.normal(keys[1], (WIDTH, 3 * WIDTH)) / WIDTH**0.5,
+        "state": jax.random.normal(keys[2], (WIDTH, 3 * WIDTH)) / WIDTH**0.5,
+        "output": jax.random.normal(keys[3], (WIDTH, BEHAVIOURS)) / WIDTH**0.5,
+        "bias": jnp.zeros(3 * WIDTH),
     }
-    matrices = {
-        name: jax.random.normal(k, shapes[name]) * (1.0 if name == "token" else WIDTH**-0.5)
-        for k, name in zip(keys, shapes, strict=True)
-    }
-    return matrices | {"bias": jnp.zeros(3 * WIDTH)}
 
 
 def apply(parameters, tokens, key):

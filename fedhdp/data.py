@@ -129,6 +129,8 @@ class FederatedData(NamedTuple):
         input_scale: Inputs are multiplied by it, as floats. None: floats reach the model as they are, integers as integers.
         class_names: The names of the classes. None: not known.
         preparation: How columns became inputs, and whose statistics that took.
+        server_has_client_data: Whether the server's test set consists of clients' examples, so that what it measures is as
+            private as what clients measure.
     """
 
     name: str
@@ -143,6 +145,7 @@ class FederatedData(NamedTuple):
     input_scale: float | None = None
     class_names: tuple[str, ...] | None = None
     preparation: str = ""
+    server_has_client_data: bool = False
 
     @property
     def num_clients(self) -> int:
@@ -218,7 +221,8 @@ class FederatedData(NamedTuple):
         if server_rows:
             server_part = (other_x[-1], other_y[-1])
         ids, levels = rows.client_ids, rows.levels
-        return cls(name, train, test_part, *server_part, classes, None, ids, levels, input_scale, class_names)
+        data = cls(name, train, test_part, *server_part, classes, None, ids, levels, input_scale, class_names)
+        return data._replace(server_has_client_data=not server_rows and len(server_part[1]) > 0)
 
     @classmethod
     def from_dataframe(

@@ -29,6 +29,7 @@ from fedhdp.optimizers import require_tables
 from fedhdp.privacy.accounting import Accountant, default_accountant
 from fedhdp.privacy.budget import Budget, OnBudgetExhausted
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
+from fedhdp.results.loggers import Logger, check_names, resolve_paths
 from fedhdp.results.store import EXPERIMENT_FILE, is_directory_name, slug
 from fedhdp.server import ServerOptimizer
 
@@ -121,6 +122,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         noise_seed: Seed of noise and cohorts: repeatable, not private. None draws from the operating system's entropy.
         evaluate_every: Rounds between evaluations; the last round is always evaluated.
         metrics: Names of metrics that replace the model's, built-in ones or the model's own; tables show the first.
+        loggers: Loggers, by name or with arguments (see ``results.loggers``).
         checkpoint_seconds: Seconds between checkpoints, at least.
         keep_checkpoint: Whether the final state is kept, personal models included, so that the run can be extended. None:
             where these are at most 256 MiB.
@@ -146,6 +148,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     noise_seed: int | None = None
     evaluate_every: int = 25
     metrics: tuple[str, ...] = ()
+    loggers: tuple[str | Logger, ...] = ()
     checkpoint_seconds: float = 30.0
     keep_checkpoint: bool | None = None
     delta: float = 1e-4
@@ -165,6 +168,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
         require(0 <= self.data.validation < 1, "data.validation", self.data.validation, "at least 0 and below 1")
         self._check_metrics()
+        check_names(self.loggers)
         require_tables(self.training.optimizer, "training.optimizer")
         require_tables(self.server.optimizer, "server.optimizer")
         self._check_groups()
@@ -175,7 +179,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _check_metrics(self) -> None:
         for name in self.metrics:
-            rule = f"of {', '.join(NAMES)}, or of a function in the model's Python file"
+            rule = f"one of {', '.join(NAMES)}, or a function of the model's Python file"
             require(name in NAMES or isinstance(self.model, PythonFile), "metrics", name, rule)
         require(len(set(self.metrics)) == len(self.metrics), "metrics", list(self.metrics), "different names")
 
@@ -306,16 +310,17 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def resolve(self, directory: Path) -> Experiment:
         """The same experiment with the paths that are relative to this directory made absolute."""
-        return self._with_files(lambda files: files.resolve(directory), self.ledger and str(directory / self.ledger))
+        return self._with_files(lambda files: files.resolve(directory), directory)
 
     def pin(self) -> Experiment:
         """The same experiment with absolute paths and the checksums of its files."""
-        return self._with_files(lambda files: files.pin(), self.ledger and str(Path(self.ledger).absolute()))
+        return self._with_files(lambda files: files.pin(), Path.cwd())
 
-    def _with_files(self, change: Callable[[Any], Any], ledger: str | None) -> Experiment:
+    def _with_files(self, change: Callable[[Any], Any], directory: Path) -> Experiment:
+        ledger, loggers = self.ledger and str(directory / self.ledger), resolve_paths(self.loggers, directory)
         components = {"data": self.data, "model": self.model}
         files = {name: change(value) for name, value in components.items() if isinstance(value, PythonFile | DataFiles)}
-        return msgspec.structs.replace(self, ledger=ledger, **files)
+        return msgspec.structs.replace(self, ledger=ledger, loggers=loggers, **files)
 
 
 def _override(value: Any, changes: Mapping[str, Any], path: str) -> Any:
@@ -330,7 +335,7 @@ def _override(value: Any, changes: Mapping[str, Any], path: str) -> Any:
 
 
 _PARTS = (GroupConfig, MechanismConfig, AdaptiveClip, LayerClip, LocalTraining, ServerOptimizer, Variant, Budget)
-FIELDS = FieldNames([*get_args(DataConfig), *get_args(ModelConfig), *_PARTS, Experiment])
+FIELDS = FieldNames([*get_args(DataConfig), *get_args(ModelConfig), *get_args(Logger), *_PARTS, Experiment])
 
 
 def from_toml(text: str, source: str) -> Experiment:

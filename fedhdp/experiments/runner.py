@@ -21,6 +21,7 @@ from fedhdp.metrics import replace_metrics
 from fedhdp.models import Model
 from fedhdp.privacy.accounting import privacy_costs
 from fedhdp.privacy.ledger import Ledger
+from fedhdp.results.loggers import check_installed
 from fedhdp.results.provenance import provenance
 from fedhdp.results.schema import Summary
 from fedhdp.results.store import EXPERIMENT_FILE, SUMMARY_FILE, DamagedRunError, RunDirectory, read_value, write_value
@@ -130,6 +131,7 @@ def run_variants(
         message = f"{experiment.ledger} is gone: a run cannot resume without the ledger that charged it"
         raise RunError(message, "ledger", experiment.ledger)
     if None in results:
+        check_installed(experiment.loggers)
         first = results.index(None)
         progress = Progress(experiment.variants[first].name, first + 1, len(parts), 0, experiment.rounds)
         if not watch(progress):

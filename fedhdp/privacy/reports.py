@@ -61,7 +61,7 @@ class RoundsReport(msgspec.Struct, frozen=True):
     noise_multiplier: float
     sampling_rate: float
     rounds: int  # of one training
-    trainings: int
+    trainings: int | None  # one after the other; None: one
     sampling: str
     adjacency: str
     accountant: str
@@ -184,7 +184,7 @@ def account_rounds(
     cost = PrivacyCost(noise_multiplier, sampling_rate, sampling, all_rounds).checked()
     epsilon, sensitivity = epsilon_of(cost), SENSITIVITY[sampling]
     unit, count = (1, rounds) if trainings is None else (rounds, trainings)
-    points = sorted({round(count * point / CURVE_POINTS) for point in range(1, CURVE_POINTS + 1)})
+    points = sorted({min(count, max(1, round(count * point / CURVE_POINTS))) for point in range(1, CURVE_POINTS + 1)})
     return RoundsReport(
         epsilon=epsilon,
         target_epsilon=target_epsilon,
@@ -193,7 +193,7 @@ def account_rounds(
         noise_multiplier=noise_multiplier,
         sampling_rate=sampling_rate,
         rounds=rounds,
-        trainings=trainings or 1,
+        trainings=trainings,
         sampling=sampling,
         adjacency=ADJACENCY[sampling],
         accountant=accountant,
@@ -313,13 +313,19 @@ def account_levels(
     return reports
 
 
-def group_standing(ledger: Ledger, group: str, delta: float) -> GroupStanding:
-    """A group's budget, epsilon and rounds left, over all runs of a ledger; a budget has its own delta.
+def group_standing(ledger: Ledger, group: str, delta: float, budget: Budget | None = None) -> GroupStanding:
+    """A group's budget, epsilon and rounds left, over all runs of a ledger.
+
+    Args:
+        ledger: The ledger.
+        group: The group.
+        delta: The delta of its epsilon if it has no budget; a budget has its own.
+        budget: As if it had this budget. None: its own, if it was promised one.
 
     Raises:
         LedgerError: If the ledger has no such group.
     """
-    costs, budget, clients = ledger.costs(group), ledger.budget(group), ledger.clients(group)
+    costs, clients, budget = ledger.costs(group), ledger.clients(group), budget or ledger.budget(group)
     delta = budget.delta if budget else delta
     samplings = sorted({cost.sampling for cost in costs})
     composes = len(samplings) <= 1
@@ -341,3 +347,25 @@ def group_standing(ledger: Ledger, group: str, delta: float) -> GroupStanding:
         charges=[cost._asdict() for cost in costs],
         note="" if composes else "Poisson sampling and fixed cohorts were mixed: their epsilons do not compose",
     )
+
+
+def rounds_allowed(ledger: Ledger | None, mechanism: Mechanism, budgets: Mapping[str, Budget]) -> dict[str, float]:
+    """How many rounds of a mechanism each group's budget allows, after what a ledger has charged.
+
+    Args:
+        ledger: The ledger; None: nothing is charged or promised yet.
+        mechanism: The mechanism.
+        budgets: Budgets by group, which lower those of the ledger.
+
+    Returns:
+        Numbers of rounds by group, for the groups that have a budget.
+    """
+    allowed = {}
+    for name, cost in privacy_costs(mechanism).items():
+        is_known = ledger is not None and name in ledger.groups()
+        charged = ledger.costs(name) if ledger is not None and is_known else ()
+        promised = ledger.budget(name) if ledger is not None and is_known else None
+        budget = budgets[name].lowered(promised) if name in budgets else promised
+        if budget is not None:
+            allowed[name] = rounds_left(charged, cost, budget)
+    return allowed

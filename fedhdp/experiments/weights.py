@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 
 from fedhdp.devices import use_cpu_cores
-from fedhdp.experiments.components import DataConfig, FemnistConfig, HandwritingConfig, MnistConfig, ModelConfig
+from fedhdp.experiments.components import (
+    DataConfig,
+    FemnistConfig,
+    HandwritingConfig,
+    MnistConfig,
+    ModelConfig,
+    PythonModel,
+)
 from fedhdp.privacy.calibration import MechanismConfig
 
 PIXELS = 28 * 28
@@ -27,6 +34,8 @@ def count_parameters(data: DataConfig, model: ModelConfig, mechanism: MechanismC
         inputs, classes = PIXELS, int(data.classes)
     elif isinstance(data, MnistConfig):
         inputs, classes = PIXELS, 10
+    elif isinstance(model, PythonModel):
+        inputs, classes = 0, 0  # its file knows the shapes
     else:
         loaded = data.load(mechanism, seed)
         inputs, classes = math.prod(loaded.input_shape), loaded.classes

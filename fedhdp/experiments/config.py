@@ -236,10 +236,12 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [variant.mechanism(self._base(variant, mechanism), self._with_weights) for variant in self.variants]
 
     def _base(self, variant: Variant, mechanism: Mechanism) -> Mechanism:
-        """The mechanism that a variant changes: calibrated for the variant's own epsilons where it has some."""
-        if not variant.epsilons:
+        """The mechanism that a variant changes: calibrated for the variant's own epsilons and sampling if it has some."""
+        sampling = variant.sampling or self.mechanism.sampling
+        if not variant.epsilons and sampling == self.mechanism.sampling:
             return mechanism
-        return replace(self, mechanism=self.mechanism.with_epsilons(variant.epsilons)).build_mechanism()
+        config = replace(self.mechanism.with_epsilons(variant.epsilons), sampling=sampling)
+        return replace(self, mechanism=config).build_mechanism()
 
     def _with_weights(self, mechanism: Mechanism, given: Iterable[str] = ()) -> Mechanism:
         """The mechanism with the theory's weights for groups that state none and are not among ``given``."""

@@ -19,6 +19,7 @@ from fedhdp.experiments.components import (
     PythonModel,
 )
 from fedhdp.experiments.weights import count_parameters
+from fedhdp.privacy import epsilon
 from fedhdp.theory import with_optimal_weights
 
 PARAMETERS = (784 + 1) * 8 + (8 + 1) * 10  # of the tiny experiment's network
@@ -110,6 +111,16 @@ def test_accountant_of_a_run(tmp_path):
     for changes in ({"ledger": "population"}, {"variants": (fixed,)}):
         with raises_field("accountant"):
             tiny(accountant="pld", **changes)
+
+
+def test_a_variant_is_calibrated_for_its_own_sampling():
+    fixed = replace(tiny().variants[1], name="fixed", sampling="fixed")
+    experiment = tiny(variants=(tiny().variants[1], fixed))
+    poisson, cohorts = experiment.variant_mechanisms(experiment.build_mechanism())
+    assert cohorts.groups[1].noise_multiplier > poisson.groups[1].noise_multiplier
+    for mechanism in (poisson, cohorts):
+        had = epsilon(mechanism, experiment.rounds, experiment.delta, experiment.run_accountant)
+        assert 0.98 * 8 <= had["private"] <= 8
 
 
 def test_targets_are_not_those_of_other_noise():

@@ -43,7 +43,9 @@ def test_sequences(monkeypatch, capsys):
 @pytest.mark.slow
 def test_hospitals(tmp_path):
     pytest.importorskip("pyarrow")
-    done = command("run", EXAMPLES / "hospitals/experiment.toml", "--out", tmp_path / "run", "--noise-seed", 1, "--json")
+    done = command(
+        "run", EXAMPLES / "hospitals/experiment.toml", "--out", tmp_path / "run", "--noise-seed", 1, "--json"
+    )
     assert done.code == 0, done.stderr
     _, fedhdp = json.loads(done.stdout)["variants"]
     sizes = [(group["name"], group["clients"]) for group in fedhdp["groups"]]

@@ -19,6 +19,7 @@ from fedhdp.experiments import components
 from fedhdp.experiments.components import DataConfig, MlpConfig, ModelConfig, PythonFile, describe_data
 from fedhdp.experiments.errors import FieldNames, config_error
 from fedhdp.experiments.file_data import DataFiles
+from fedhdp.experiments.start import StartFrom, as_start
 from fedhdp.experiments.weights import count_parameters
 from fedhdp.mechanism import AdaptiveClip, Clip, LayerClip, Mechanism, Noise, Sampling, parse_clip
 from fedhdp.metrics import NAMES
@@ -121,6 +122,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         checkpoint_seconds: Seconds between checkpoints, at least.
         keep_checkpoint: Whether the final state is kept, personal models included, so that the run can be extended. None:
             where these are at most 256 MiB.
+        keep_personal: Whether every client's personal model is kept (`fedhdp.results.load_personal`).
+        start_from: The run whose global model is the first one.
         delta: The delta of groups without a delta.
         accountant: What calibrates noise, computes epsilons and keeps budgets. None: RDP with a ledger or with fixed
             cohorts, else PLD.
@@ -145,6 +148,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics: tuple[str, ...] = ()
     checkpoint_seconds: float = 30.0
     keep_checkpoint: bool | None = None
+    keep_personal: bool = False
+    start_from: str | StartFrom | None = None
     delta: float = 1e-4
     accountant: Accountant | None = None
     ledger: str | None = None
@@ -195,6 +200,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         base = self.mechanism.uncalibrated()
         for number, variant in enumerate(self.variants):
             training, _ = self.overrides(number)
+            has_personal = training.personalize or not self.keep_personal
+            require(has_personal, "keep_personal", True, f"false, as {variant.name} does not personalize")
             try:
                 self.mechanism.with_epsilons(variant.epsilons)
                 training.check(variant.mechanism(base))
@@ -272,11 +279,17 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def resolve(self, directory: Path) -> Experiment:
         """The same experiment with the paths that are relative to this directory made absolute."""
-        return self._with_files(lambda files: files.resolve(directory), self.ledger and str(directory / self.ledger))
+        resolved = self._with_files(
+            lambda files: files.resolve(directory), self.ledger and str(directory / self.ledger)
+        )
+        start = as_start(self.start_from)
+        return resolved if start is None else replace(resolved, start_from=start.resolve(directory))
 
     def pin(self) -> Experiment:
         """The same experiment with absolute paths and the checksums of its files."""
-        return self._with_files(lambda files: files.pin(), self.ledger and str(Path(self.ledger).absolute()))
+        pinned = self._with_files(lambda files: files.pin(), self.ledger and str(Path(self.ledger).absolute()))
+        start = as_start(self.start_from)
+        return pinned if start is None else replace(pinned, start_from=start.pin())
 
     def _with_files(self, change: Callable[[Any], Any], ledger: str | None) -> Experiment:
         components = {"data": self.data, "model": self.model}
@@ -295,7 +308,17 @@ def _override(value: Any, changes: Mapping[str, Any], path: str) -> Any:
         raise config_error(error, changes, FIELDS, prefix=path) from error
 
 
-_PARTS = (GroupConfig, MechanismConfig, AdaptiveClip, LayerClip, LocalTraining, ServerOptimizer, Variant, Budget)
+_PARTS = (
+    StartFrom,
+    GroupConfig,
+    MechanismConfig,
+    AdaptiveClip,
+    LayerClip,
+    LocalTraining,
+    ServerOptimizer,
+    Variant,
+    Budget,
+)
 FIELDS = FieldNames([*get_args(DataConfig), *get_args(ModelConfig), *_PARTS, Experiment])
 
 

@@ -14,10 +14,11 @@ from fedhdp.engine.personal_store import personal_bytes, personal_bytes_limit
 from fedhdp.errors import ConfigError, RunError
 from fedhdp.experiments.batch import Interrupted, Progress, VariantBatch, Watch
 from fedhdp.experiments.config import Experiment, from_toml, to_toml
+from fedhdp.experiments.start import copy_start, read_start
 from fedhdp.experiments.sweep import expand
 from fedhdp.mechanism import Mechanism
 from fedhdp.metrics import replace_metrics
-from fedhdp.models import Model
+from fedhdp.models import Model, unname_parameters
 from fedhdp.privacy.accounting import privacy_costs
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results.provenance import provenance
@@ -50,6 +51,7 @@ def run(experiment: Experiment, out: Path, watch: Watch, cohort_entropy: np.ndar
     experiment = experiment.pin()
     with RunDirectory.create(out, to_toml(experiment).encode()) as directory:
         try:
+            copy_start(experiment, out)
             return run_variants(experiment, mechanism, directory, watch, cohort_entropy)
         except (ValueError, OSError):
             directory.discard_if_empty()
@@ -134,6 +136,10 @@ def run_variants(
         data = experiment.data.load(experiment.mechanism, experiment.seed)
         model = experiment.model.build(int(np.prod(data.input_shape)), data.classes)
         model = model._replace(metrics=replace_metrics(model.metrics, experiment.metrics))
+        initial_model, start_cost = None, None
+        if experiment.start_from is not None:
+            arrays, start_cost = read_start(directory.path)
+            initial_model = unname_parameters(model, arrays, "start_from")
         mechanisms = experiment.variant_mechanisms(mechanism)
         private = any(not group.opted_out for variant in mechanisms for group in variant.groups)
         if not private or experiment.ledger is not None:
@@ -147,8 +153,8 @@ def run_variants(
                 batch_mechanisms = [mechanisms[number] for number in numbers]
                 settings = (*experiment.overrides(numbers[0]), experiment.seed, experiment.noise_seed)
                 path = parts[numbers[0]].path
-                simulation = Simulation(data, model, batch_mechanisms, *settings, path, cohort_entropy)
-                batch = VariantBatch(experiment, numbers, simulation, parts, watch, directory.extensions)
+                simulation = Simulation(data, model, batch_mechanisms, *settings, path, cohort_entropy, initial_model)
+                batch = VariantBatch(experiment, numbers, simulation, parts, watch, directory.extensions, start_cost)
                 for number, result in zip(numbers, batch.run(directory.id, ledger), strict=True):
                     results[number] = result
     variants = [result for result in results if result is not None]

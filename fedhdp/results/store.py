@@ -8,7 +8,9 @@
     DIR/VARIANT/personal.bin      personal models that do not fit into memory; kept with the checkpoint
     DIR/VARIANT/model.npz         the final global model (and its average), by parameter
     DIR/VARIANT/scores.npz        each client's final values, by MODEL/METRIC
+    DIR/VARIANT/personal_models.npy, client_ids.npy   every client's personal model, a row each (Experiment.keep_personal)
     DIR/VARIANT/result.json       the variant's part of the summary
+    DIR/start.npz, start.json     the global model that the run began with, and what it had cost (Experiment.start_from)
 
 A folder of several runs, of seeds or of a sweep, has:
 
@@ -55,6 +57,8 @@ EXPERIMENT_FILE, RUN_FILE, SUMMARY_FILE, LOCK_FILE = "experiment.toml", "run.jso
 RUNS_FILE, TABLE_FILE, NUMBERS_FILE = "runs.json", "table.md", "table.csv"  # of a folder of several runs
 HISTORY_FILE, CHECKPOINT_FILE = "history.csv", "checkpoint.npz"
 MODEL_FILE, SCORES_FILE, RESULT_FILE = "model.npz", "scores.npz", "result.json"
+PERSONAL_FILE, IDS_FILE = "personal_models.npy", "client_ids.npy"
+START_MODEL_FILE, START_FILE = "start.npz", "start.json"
 
 
 class Extension(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -282,7 +286,7 @@ class RunDirectory:
     def discard_if_empty(self) -> None:
         """Remove the directory unless it has results."""
         files = {file.name for file in self.path.rglob("*") if file.is_file()}
-        if files <= {LOCK_FILE, RUN_FILE, EXPERIMENT_FILE}:
+        if files <= {LOCK_FILE, RUN_FILE, EXPERIMENT_FILE, START_MODEL_FILE, START_FILE}:
             shutil.rmtree(self.path)
 
     def variant(self, name: str) -> VariantDirectory:
@@ -360,6 +364,19 @@ class VariantDirectory:
             file.write(_csv_lines(rows))
             file.flush()
             os.fsync(file.fileno())
+
+    def write_personal(self, ids: np.ndarray, parameters: int, rows: Iterable[np.ndarray]) -> None:
+        """Write personal models: a row of parameters for each client, of whom ``rows`` has some at a time."""
+        np.save(self.path / IDS_FILE, ids)
+        part = self.path / f"{PERSONAL_FILE}.part"
+        models = np.lib.format.open_memmap(part, "w+", np.float32, (len(ids), parameters))
+        first = 0
+        for row_CP in rows:
+            models[first : first + len(row_CP)] = row_CP
+            first += len(row_CP)
+        models.flush()
+        del models
+        os.replace(part, self.path / PERSONAL_FILE)
 
     def finish(
         self,

@@ -19,6 +19,7 @@ from fedhdp.privacy.accounting import PrivacyCost, compose, format_epsilon, is_a
 from fedhdp.results.models import find_variant, load_model
 from fedhdp.results.schema import VariantResult
 from fedhdp.results.store import (
+    CLIENTS_FILE,
     MODEL_FILE,
     START_FILE,
     START_MODEL_FILE,
@@ -86,6 +87,7 @@ class StartCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bases: What each finite epsilon rests on.
         costs: The rounds of it and of the runs before it by group, to compose; None where they cannot be composed.
         obstacle: Why they cannot be composed.
+        clients_sha256: The checksum of its clients and their groups.
     """
 
     run: str
@@ -95,17 +97,18 @@ class StartCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bases: dict[str, str]
     costs: dict[str, list[PrivacyCost]] | None = None
     obstacle: str = ""
+    clients_sha256: str | None = None
 
-    def notes(self, costs: Costs, experiment: Experiment) -> list[str]:
-        """What a table says of a run with these costs."""
+    def notes(self, costs: Costs, experiment: Experiment, directory: Path) -> list[str]:
+        """What a table says of a run in this directory with these costs."""
         spent = ", ".join(f"ε {name} = {_text(epsilon)}" for name, epsilon in self.epsilons.items())
         bases = "; ".join(f"{name}: {basis}" for name, basis in self.bases.items())
         notes = [f"began with the global model of {self.run} ({self.variant}), which had cost {spent} ({bases})"]
-        if self.costs is None:
-            return [
-                *notes,
-                f"the epsilons of this table are of this run alone, not composed with those: {self.obstacle}",
-            ]
+        obstacle = self.obstacle
+        if not obstacle and self.clients_sha256 != clients_checksum(directory):
+            obstacle = "the clients or their groups differ"
+        if self.costs is None or obstacle:
+            return [*notes, f"the epsilons of this table are of this run alone, not composed with those: {obstacle}"]
         if not is_accounting_installed():
             return notes
         together = []
@@ -114,6 +117,12 @@ class StartCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             total = compose([*before, *costs[name]], delta, accountant)
             together.append(f"ε {name} = {_text(total)} at delta {delta:g}")
         return [*notes, f"both together: {', '.join(together)}; the epsilons of this table are of this run alone"]
+
+
+def clients_checksum(directory: Path) -> str | None:
+    """The checksum of a run's clients and their groups; None where they were not recorded."""
+    path = directory / CLIENTS_FILE
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
 
 
 def _text(epsilon: float | None) -> str:
@@ -147,7 +156,8 @@ def _start_cost(experiment: Experiment, start: StartFrom) -> StartCost:
     bases = {group.name: group.epsilon_basis for group in result.groups if group.epsilon_basis is not None}
     cost = StartCost(start.run, start.variant, start.sha256, epsilons, bases)
     try:
-        return replace(cost, costs=_costs(experiment, start, result))
+        costs = _costs(experiment, start, result)
+        return replace(cost, costs=costs, clients_sha256=clients_checksum(Path(start.run)))
     except FedHDPError as error:
         return replace(cost, obstacle=str(error))
 
@@ -163,16 +173,15 @@ def _costs(experiment: Experiment, start: StartFrom, result: VariantResult) -> C
     previous = read_experiment(Path(start.run))
     if previous.population != experiment.population:
         raise RunError(f"the populations differ ({previous.population}; {experiment.population})")
-    groups, previous_groups = (
-        [(config.name, config.clients) for config in value.mechanism.groups] for value in (experiment, previous)
-    )
-    if groups != previous_groups:
-        raise RunError("the groups differ")
+    groups, others = ([group.name for group in value.mechanism.groups] for value in (experiment, previous))
+    if groups != others:
+        raise RunError(f"the groups differ ({', '.join(others)}; {', '.join(groups)})")
     if result.stopped is not None or any(0 < group.rounds < result.rounds for group in result.groups):
         raise RunError("a budget changed the mechanism of the earlier run")
     [variant] = [value for value in previous.variants if value.name == result.name]
     only = replace(previous, variants=(variant,))
-    [mechanism] = only.variant_mechanisms(only.build_mechanism())
+    data = only.load_if_needed()
+    [mechanism] = only.variant_mechanisms(only.build_mechanism(data), data)
     rounds = max(group.rounds for group in result.groups)  # rounds that were run again after a crash count twice
     costs = {name: [cost] for name, cost in privacy_costs(mechanism, rounds).items()}
     samplings = {experiment.mechanism.sampling, *(cost.sampling for of in costs.values() for cost in of)}

@@ -5,6 +5,7 @@ Personal models are the clients' own. They carry no noise: who has one can find 
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from fedhdp.errors import RunError
 from fedhdp.results.store import (
-    IDS_FILE,
+    CLIENTS_FILE,
     MODEL_FILE,
     PERSONAL_FILE,
     RUNS_FILE,
@@ -88,14 +89,15 @@ class PersonalModels(Mapping[str, Arrays]):
             raise RunError(message, "keep_personal", False)
         shapes = load_model(path.parent, VariantDirectory(path).result().name)  # type: ignore[union-attr]
         try:
-            ids = np.load(path / IDS_FILE, allow_pickle=False)
+            with open(path.parent / CLIENTS_FILE, encoding="utf-8", newline="") as file:
+                ids = [row["client"] for row in csv.DictReader(file)]
             self.rows = np.load(path / PERSONAL_FILE, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError) as error:
             raise DamagedRunError(f"{path / PERSONAL_FILE} is damaged: {error}") from error
         self._shapes = {name: (array.shape, array.dtype) for name, array in shapes.items()}
         if self.rows.shape != (len(ids), sum(array.size for array in shapes.values())):
             raise DamagedRunError(f"{path / PERSONAL_FILE} is damaged: its shape is {self.rows.shape}")
-        self._row_of = {str(client): row for row, client in enumerate(ids.tolist())}
+        self._row_of = {client: row for row, client in enumerate(ids)}
 
     def __getitem__(self, client: str) -> Arrays:
         row_P, arrays, first = self.rows[self._row_of[str(client)]], {}, 0

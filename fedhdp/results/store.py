@@ -2,13 +2,14 @@
 
     DIR/experiment.toml           the experiment; `fedhdp run DIR/experiment.toml` runs it again
     DIR/run.json                  the run's id in the ledger, the sha256 of experiment.toml, fedhdp's version and commit
+    DIR/clients.csv               each client's group
     DIR/summary.json              the results; written last
     DIR/VARIANT/history.csv       round, group, model, metric, value; appended to after each evaluation
     DIR/VARIANT/checkpoint.npz    the state from which the run resumes or is extended (see Experiment.keep_checkpoint)
     DIR/VARIANT/personal.bin      personal models that do not fit into memory; kept with the checkpoint
     DIR/VARIANT/model.npz         the final global model (and its average), by parameter
     DIR/VARIANT/scores.npz        each client's final values, by MODEL/METRIC
-    DIR/VARIANT/personal_models.npy, client_ids.npy   every client's personal model, a row each (Experiment.keep_personal)
+    DIR/VARIANT/personal_models.npy   every client's personal model, a row each (see Experiment.keep_personal)
     DIR/VARIANT/result.json       the variant's part of the summary
     DIR/start.npz, start.json     the global model that the run began with, and what it had cost (Experiment.start_from)
 
@@ -54,10 +55,11 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 EXPERIMENT_FILE, RUN_FILE, SUMMARY_FILE, LOCK_FILE = "experiment.toml", "run.json", "summary.json", ".lock"
+CLIENTS_FILE = "clients.csv"  # each client's group
 RUNS_FILE, TABLE_FILE, NUMBERS_FILE = "runs.json", "table.md", "table.csv"  # of a folder of several runs
 HISTORY_FILE, CHECKPOINT_FILE = "history.csv", "checkpoint.npz"
 MODEL_FILE, SCORES_FILE, RESULT_FILE = "model.npz", "scores.npz", "result.json"
-PERSONAL_FILE, IDS_FILE = "personal_models.npy", "client_ids.npy"
+PERSONAL_FILE = "personal_models.npy"
 START_MODEL_FILE, START_FILE = "start.npz", "start.json"
 
 
@@ -286,8 +288,23 @@ class RunDirectory:
     def discard_if_empty(self) -> None:
         """Remove the directory unless it has results."""
         files = {file.name for file in self.path.rglob("*") if file.is_file()}
-        if files <= {LOCK_FILE, RUN_FILE, EXPERIMENT_FILE, START_MODEL_FILE, START_FILE}:
+        if files <= {LOCK_FILE, RUN_FILE, EXPERIMENT_FILE, CLIENTS_FILE, START_MODEL_FILE, START_FILE}:
             shutil.rmtree(self.path)
+
+    def record_clients(self, ids: Iterable[str], groups: Iterable[str]) -> None:
+        """Write each client's group, in the clients' order.
+
+        Raises:
+            RunError: If the directory has other clients or groups: those of an earlier process of the run.
+        """
+        text = io.StringIO(newline="")
+        csv.writer(text, lineterminator="\n").writerows([("client", "group"), *zip(ids, groups, strict=True)])
+        path, content = self.path / CLIENTS_FILE, text.getvalue().encode()
+        if path.exists() and path.read_bytes() != content:
+            raise RunError(
+                f"{path} has other clients or levels than the data: the data has changed", "clients", str(path)
+            )
+        atomic_write(path, content)
 
     def variant(self, name: str) -> VariantDirectory:
         """The directory of one variant."""
@@ -365,11 +382,10 @@ class VariantDirectory:
             file.flush()
             os.fsync(file.fileno())
 
-    def write_personal(self, ids: np.ndarray, parameters: int, rows: Iterable[np.ndarray]) -> None:
+    def write_personal(self, shape: tuple[int, int], rows: Iterable[np.ndarray]) -> None:
         """Write personal models: a row of parameters for each client, of whom ``rows`` has some at a time."""
-        np.save(self.path / IDS_FILE, ids)
         part = self.path / f"{PERSONAL_FILE}.part"
-        models = np.lib.format.open_memmap(part, "w+", np.float32, (len(ids), parameters))
+        models = np.lib.format.open_memmap(part, "w+", np.float32, shape)
         first = 0
         for row_CP in rows:
             models[first : first + len(row_CP)] = row_CP

@@ -40,7 +40,9 @@ def private_note(result: VariantResult, word: str) -> str:
 
 
 def test_first_global_model_is_the_other_runs(first, tmp_path):
-    experiment = small(first, rounds=1, server=ServerOptimizer(OptimizerConfig("sgd", learning_rate=1e-30)))  # the update changes nothing
+    experiment = small(
+        first, rounds=1, server=ServerOptimizer(OptimizerConfig("sgd", learning_rate=1e-30))
+    )  # the update changes nothing
     run(experiment, tmp_path / "run", keep_going)
     expected, arrays = load_model(first, "FedHDP"), load_model(tmp_path / "run")
     assert expected.keys() == arrays.keys()

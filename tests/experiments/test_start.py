@@ -65,6 +65,14 @@ def test_costs_of_both_are_composed(first, tmp_path):
     assert f"ε private = {math.ceil(all_three * 1000) / 1000:.3f}" in private_note(result, "both together")
 
 
+def test_other_members_are_not_composed(first, tmp_path):
+    open_group, private = tiny().mechanism.groups
+    groups = (replace(open_group, clients=4), replace(private, clients=16))
+    experiment = small(first, mechanism=replace(tiny().mechanism, groups=groups))
+    [result] = run(experiment, tmp_path / "run", keep_going).variants
+    assert "the clients or their groups differ" in private_note(result, "not composed")
+
+
 @pytest.mark.parametrize("changes", [{"seed": 5}, {"sampling": "fixed"}, {"groups": ("opted out", "strict")}])
 def test_other_populations_groups_and_samplings_are_not_composed(changes, first, tmp_path):
     mechanism = tiny().mechanism

@@ -256,7 +256,9 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def load_if_needed(self) -> FederatedData | None:
         """Load the data where they alone know how many clients the groups have, or how many parameters the model has."""
         has_weights = all(group.weight is not None for group in self.mechanism.groups)
-        known = group_counts(self.mechanism, self._clients) is not None and (has_weights or has_known_shape(self.data))
+        known = group_counts(self.mechanism, self._clients) is not None and (
+            has_weights or has_known_shape(self.data, self.model)
+        )
         return None if known else self.load_data()
 
     def build_mechanism(self, data: FederatedData | None = None) -> Mechanism:
@@ -281,10 +283,12 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [variant.mechanism(self._base(variant, mechanism, data), with_weights) for variant in self.variants]
 
     def _base(self, variant: Variant, mechanism: Mechanism, data: FederatedData | None) -> Mechanism:
-        """The mechanism that a variant changes: calibrated for the variant's own epsilons where it has some."""
-        if not variant.epsilons:
+        """The mechanism that a variant changes: calibrated for the variant's own epsilons and sampling if it has some."""
+        sampling = variant.sampling or self.mechanism.sampling
+        if not variant.epsilons and sampling == self.mechanism.sampling:
             return mechanism
-        return replace(self, mechanism=self.mechanism.with_epsilons(variant.epsilons)).build_mechanism(data)
+        config = replace(self.mechanism.with_epsilons(variant.epsilons), sampling=sampling)
+        return replace(self, mechanism=config).build_mechanism(data)
 
     def _with_weights(self, data: FederatedData | None, mechanism: Mechanism, given: Iterable[str] = ()) -> Mechanism:
         """The mechanism with the theory's weights for groups that state none and are not among ``given``."""

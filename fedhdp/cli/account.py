@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedhdp.experiments.config import Experiment
     from fedhdp.flower.config import Deployment
     from fedhdp.mechanism import Sampling
-    from fedhdp.privacy.reports import LevelReport, MechanismReport, RoundsReport, Tuning
+    from fedhdp.privacy.reports import GroupReport, LevelReport, MechanismReport, RoundsReport, Tuning
 
 Number = TypeVar("Number", int, float)
 REPEATABLE = "Noise or cohorts come from a given seed, so nothing is private."
@@ -279,7 +279,7 @@ def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning 
                 group.group,
                 f"{group.clients:,}",
                 f"{group.sampling_rate:g}",
-                "∞" if group.noise_multiplier == math.inf else f"{group.noise_multiplier:.4g}",
+                _noise_text(group),
                 f"{group.delta:g}",
                 *([epsilon_text(group.epsilon_target)] if asked else []),
                 epsilon_text(group.epsilon),
@@ -301,6 +301,12 @@ def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning 
             f"ε tuned: {tuning}, by RDP. Each trial is one of the variants that give the group noise, and nothing of the "
             "other trials may be shown."
         )
+
+
+def _noise_text(group: GroupReport) -> str:
+    """The noise multiplier; where it changes from round to round, the smallest."""
+    noise = "∞" if group.noise_multiplier == math.inf else f"{group.noise_multiplier:.4g}"
+    return noise if group.mechanisms == 1 else f"≥ {noise}"
 
 
 def _surplus_lines(reports: list[MechanismReport]) -> list[str]:

@@ -6,6 +6,7 @@ The command line prints them as tables or as JSON.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,13 +14,14 @@ import msgspec
 from msgspec.structs import replace
 
 from fedhdp.errors import InvalidValueError, require
-from fedhdp.mechanism import SENSITIVITY, Mechanism, PrivacyGroup, Sampling
+from fedhdp.mechanism import SENSITIVITY, Mechanism, PrivacyGroup, Sampling, ScheduledMechanism, mechanism_at
 from fedhdp.privacy.accounting import (
     ADJACENCY,
     LEDGER_ACCOUNTANT,
     Accountant,
     PrivacyCost,
     compose,
+    composed_costs,
     default_accountant,
     epsilon_best_of,
     gaussian_epsilon,
@@ -82,7 +84,8 @@ class GroupReport(msgspec.Struct, frozen=True):
     epsilon_tuned: float | None  # by RDP
     accountant: str
     delta: float
-    noise_multiplier: float
+    noise_multiplier: float  # the smallest of all rounds
+    mechanisms: int  # that cost the group differently, where weights change from round to round
     sampling_rate: float
     rounds: int
     sampling: str
@@ -208,7 +211,7 @@ def account_rounds(
 
 
 def account_mechanisms(
-    variants: Sequence[tuple[str, Mechanism]],
+    variants: Sequence[tuple[str, ScheduledMechanism]],
     rounds: int,
     delta_of: Callable[[str], float],
     accountant: Accountant,
@@ -218,7 +221,7 @@ def account_mechanisms(
     """Each group's epsilons, once for all variants that cost every group the same.
 
     Args:
-        variants: The name and the mechanism of each variant; all have the same groups.
+        variants: The name and the mechanism of each variant, or its function of the round; all have the same groups.
         rounds: The number of rounds.
         delta_of: The delta of each group.
         accountant: The run's accountant.
@@ -230,22 +233,32 @@ def account_mechanisms(
         A report for each set of variants with equal costs, in the order of the first of them.
     """
     names_of: dict[tuple[GroupReport, ...], list[str]] = {}
-    mechanisms = [mechanism for _, mechanism in variants]
-    for (name, mechanism), epsilons in zip(variants, targets or [{}] * len(variants), strict=True):
+    rounds_of = [_rounds_of_mechanisms(schedule, rounds) for _, schedule in variants]
+    mechanisms = [mechanism for of_variant in rounds_of for mechanism in of_variant]
+    for (name, _), of_variant, epsilons in zip(variants, rounds_of, targets or [{}] * len(variants), strict=True):
         groups = []
-        for group, cost in zip(mechanism.groups, privacy_costs(mechanism, rounds).values(), strict=True):
-            report = _group_report(mechanism, group, cost, delta_of(group.name), accountant)
+        mechanism, costs = next(iter(of_variant)), composed_costs(of_variant)
+        for group in mechanism.groups:
+            report = _group_report(mechanism, group, costs[group.name], delta_of(group.name), accountant)
             tuned = None if tuning is None else _tuned_epsilon(mechanisms, report, tuning)
             groups.append(replace(report, epsilon_target=epsilons.get(group.name), epsilon_tuned=tuned))
         names_of.setdefault(tuple(groups), []).append(name)
     return [MechanismReport(names, list(groups)) for groups, names in names_of.items()]
 
 
+def _rounds_of_mechanisms(schedule: ScheduledMechanism, rounds: int) -> Mapping[Mechanism, int]:
+    """How many rounds each mechanism runs."""
+    if isinstance(schedule, Mechanism):
+        return {schedule: rounds}
+    return Counter(mechanism_at(schedule, round) for round in range(rounds))
+
+
 def _group_report(
-    mechanism: Mechanism, group: PrivacyGroup, cost: PrivacyCost, delta: float, accountant: Accountant
+    mechanism: Mechanism, group: PrivacyGroup, costs: Sequence[PrivacyCost], delta: float, accountant: Accountant
 ) -> GroupReport:
     """The report of a group, without target and tuning."""
-    epsilon = math.inf if cost.noise_multiplier == 0 else compose([cost], delta, accountant)
+    cost = min(costs, key=lambda cost: cost.noise_multiplier)._replace(rounds=sum(cost.rounds for cost in costs))
+    epsilon = math.inf if cost.noise_multiplier == 0 else compose(costs, delta, accountant)
     return GroupReport(
         group=group.name,
         clients=group.clients,
@@ -256,11 +269,12 @@ def _group_report(
         accountant=accountant,
         delta=delta,
         noise_multiplier=cost.noise_multiplier,
+        mechanisms=len(costs),
         sampling_rate=cost.sampling_rate,
         rounds=cost.rounds,
         sampling=cost.sampling,
         adjacency=ADJACENCY[cost.sampling],
-        surplus=explain_surplus(mechanism, group),
+        surplus=explain_surplus(mechanism, group) if len(costs) == 1 else None,
     )
 
 

@@ -68,7 +68,8 @@ class PrivacyGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         clients: How many they are.
         noise_multiplier: Noise over sensitivity for one round, update and clip bit together. 0: they opted out.
         sampling_rate: The probability that a client takes part in a round.
-        weight: The weight of their updates in the sum, relative to other groups'.
+        weight: The weight of their updates in the sum, relative to other groups'. The weights of least error are set by
+            ``fedhdp.theory.with_optimal_weights``.
         pull: How strongly their personal models are pulled towards the global one.
 
     Raises:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from fedhdp.experiments.batch import Progress
 
 LINE_SECONDS = 10.0  # between plain lines
-NOTE_SECONDS = 0.5  # between notes in a terminal, since epsilons take time to compute
+NOTE_SECONDS = 0.5  # between notes in a terminal, at least
+NOTE_SHARE = 20  # notes, which state epsilons, take at most one part in this many of the time
 
 
 class _Display:
@@ -96,7 +97,7 @@ class ProgressDisplay(_Display):
         self.stop = False
         self._number = 0  # of the variant that is running
         self._first_round, self._start = 0, time.monotonic()  # the first round compiles, so the rate is from there
-        self._note, self._note_time = "", -math.inf
+        self._note, self._next_note = "", -math.inf
 
     def __enter__(self) -> Self:
         self._previous_handler = signal.signal(signal.SIGINT, self._interrupt)
@@ -119,7 +120,7 @@ class ProgressDisplay(_Display):
     def watch(self, progress: Progress) -> bool:
         """Show the progress of a run; return whether it goes on, which it does not after Ctrl-C."""
         if progress.number != self._number:
-            self._number, self._first_round, self._note_time = progress.number, 0, -math.inf
+            self._number, self._first_round, self._next_note = progress.number, 0, -math.inf
         if not self._first_round:
             self._start, self._first_round = time.monotonic(), progress.round
         ended = progress.round == progress.rounds
@@ -134,8 +135,10 @@ class ProgressDisplay(_Display):
         return (progress.round - self._first_round) / max(time.monotonic() - self._start, 1e-9)
 
     def _show_bar(self, progress: Progress, ended: bool) -> None:
-        if ended or time.monotonic() - self._note_time > NOTE_SECONDS:
-            self._note, self._note_time = _note(progress), time.monotonic()
+        start = time.monotonic()
+        if ended or start > self._next_note:
+            self._note = _note(progress)
+            self._next_note = time.monotonic() + max(NOTE_SECONDS, NOTE_SHARE * (time.monotonic() - start))
         rate = _rate_text(self._rate(progress)) if progress.round else "preparing"
         note = self._cut_note(progress)
         self._update_bar(progress.number, progress.variant, progress.round, progress.rounds, rate=rate, note=note)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from fedhdp.experiments.config import Experiment
     from fedhdp.flower.config import Deployment
-    from fedhdp.mechanism import Sampling
+    from fedhdp.mechanism import Sampling, ScheduledMechanism
     from fedhdp.privacy.reports import GroupReport, LevelReport, MechanismReport, RoundsReport, Tuning
 
 Number = TypeVar("Number", int, float)
@@ -37,7 +37,10 @@ def account(
     sampling_rate: Annotated[
         float | None, typer.Option(help="The probability that a client takes part in a round.")
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Number of rounds, of each training.")] = None,
+    trainings: Annotated[
+        int | None, typer.Option(help="Repeated trainings of the same clients: how many follow one another.")
+    ] = None,
     delta: Annotated[float | None, typer.Option(help="Delta; default 1e-4, or the experiment's.")] = None,
     accountant: Annotated[
         Literal["rdp", "pld"] | None,
@@ -63,6 +66,8 @@ def account(
 
     `fedhdp account --epsilon 3.6 --sampling-rate 0.05 --rounds 500 --accountant pld`
 
+    `fedhdp account --noise-multiplier 2 --sampling-rate 0.1 --trainings 104 --rounds 10` (a training a week for two years)
+
     `fedhdp account three-levels --json`
 
     `fedhdp account examples/flower_app --rounds 50`
@@ -76,6 +81,7 @@ def account(
         "--noise-multiplier": noise_multiplier,
         "--epsilon": epsilon,
         "--sampling-rate": sampling_rate,
+        "--trainings": trainings,
         "--sampling": sampling,
         "--accountant": accountant,
     }
@@ -96,6 +102,7 @@ def account(
         1e-4 if delta is None else delta,
         noise_multiplier=noise_multiplier,
         target_epsilon=epsilon,
+        trainings=trainings,
         accountant=accountant,
         sampling=sampling or "poisson",
         tuning=tuning,
@@ -149,19 +156,41 @@ def _account_experiment(experiment: Experiment, tuning: Tuning | None, json: boo
     targets = [experiment.epsilon_targets(variant) for variant in experiment.variants]
     accountant = experiment.run_accountant
     reports = account_mechanisms(variants, experiment.rounds, experiment.delta_of, accountant, targets, tuning)
+    allowed = _rounds_allowed(experiment, variants)
     drops_groups = experiment.on_budget_exhausted == "drop_group" and bool(experiment.budgets)
     if json:
         trials = None if tuning is None else str(tuning)
         header = {"experiment": experiment.name, "accountant": accountant, "tuning": trials, "theory_weights": weights}
-        run = {"drops_groups": drops_groups, "repeatable": experiment.repeatable}
+        run = {"drops_groups": drops_groups, "repeatable": experiment.repeatable, "rounds_allowed": allowed}
         print_json(header | run | {"mechanisms": reports})
         return
     _print_mechanisms(experiment.name, reports, tuning, drops_groups)
     if set(weights.values()) - {1.0}:
         parts = ", ".join(f"{name} {weight:.3g}" for name, weight in weights.items())
         console().print(f"Weights that no group or variant states are the theory's: {parts}.")
+    for variant, rounds in allowed.items():
+        for group, number in rounds.items():
+            if number < experiment.rounds:
+                text = f"{variant}: the budget of {group} allows {number} of {experiment.rounds} rounds"
+                console().print(f"{text}, after what {experiment.ledger} has charged.", style="yellow")
     if experiment.repeatable:
         console().print(REPEATABLE, style="yellow")
+
+
+def _rounds_allowed(
+    experiment: Experiment, variants: list[tuple[str, ScheduledMechanism]]
+) -> dict[str, dict[str, float]]:
+    """For each variant, how many rounds the budgets allow if it runs next, by group."""
+    from fedhdp.privacy.ledger import Ledger
+    from fedhdp.privacy.reports import rounds_allowed
+
+    if experiment.ledger is None:
+        return {}
+    limits = experiment.budgets, experiment.rounds
+    if not Path(experiment.ledger).exists():
+        return {name: rounds_allowed(None, mechanism, *limits) for name, mechanism in variants}
+    with Ledger(experiment.ledger, read_only=True) as ledger:
+        return {name: rounds_allowed(ledger, mechanism, *limits) for name, mechanism in variants}
 
 
 def _account_app(deployment: Deployment, json: bool) -> None:
@@ -227,6 +256,8 @@ def _print_rounds(report: RoundsReport) -> None:
         f"{report.accountant.upper()} accountant" + (f", {report.tuning}" if report.tuning else "")
     )
     rounds = pluralize(report.rounds)
+    if report.trainings is not None:
+        rounds = f"{pluralize(report.trainings, 'training')} of {rounds}"
     if report.target_epsilon is None:
         noise = f"{report.noise_multiplier:.4g}"
         out.print(
@@ -255,11 +286,12 @@ def _print_rounds(report: RoundsReport) -> None:
 def _print_curve(out: Console, report: RoundsReport) -> None:
     out.print()
     largest = max(point.epsilon for point in report.curve) or 1.0
-    digits = max(len("rounds"), len(str(report.rounds)))
-    out.print(f"{'rounds':>{digits}}  epsilon", style="dim")
+    unit = "rounds" if report.trainings is None else "trainings"
+    digits = max(len(unit), len(str(report.trainings or report.rounds)))
+    out.print(f"{unit:>{digits}}  epsilon", style="dim")
     for point in report.curve:
         bar = "█" * max(1, round(BAR_WIDTH * point.epsilon / largest)) if point.epsilon else ""
-        out.print(f"{point.rounds:>{digits}}  {epsilon_text(point.epsilon):>7}  ", end="")
+        out.print(f"{point.trainings or point.rounds:>{digits}}  {epsilon_text(point.epsilon):>7}  ", end="")
         out.print(bar, style="cyan")
 
 

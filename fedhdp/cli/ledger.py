@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,11 +11,12 @@ import typer
 
 from fedhdp.cli._options import Json
 from fedhdp.cli._output import console, epsilon_text, new_table, print_json, print_table
+from fedhdp.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fedhdp.privacy.ledger import Run
+    from fedhdp.privacy.ledger import Budget, Ledger, Run
     from fedhdp.privacy.reports import GroupStanding
 
 app = typer.Typer(
@@ -59,26 +61,89 @@ def promise(
     group: Annotated[str, typer.Argument(metavar="GROUP", help="The group's name in its runs.")],
     epsilon: Annotated[float, typer.Option(help="The epsilon that it may reach over all runs.")],
     delta: Annotated[float, typer.Option(help="The delta of that epsilon.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")] = False,
+    new: Annotated[bool, typer.Option("--new", help="The ledger does not know this group yet.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask, even if the group can run no further round.")] = False,
 ) -> None:
     """Promise a group a budget over all runs, before its first run or later. It can be lowered, never raised.
 
-    Example: `fedhdp ledger promise population.ledger strict --epsilon 2 --delta 1e-4`
+    Examples:
+
+    `fedhdp ledger promise population.ledger strict --epsilon 2 --delta 1e-4`
+
+    `fedhdp ledger promise population.ledger strict --epsilon 1 --delta 1e-4 --dry-run` (how many rounds would be left)
     """
     from fedhdp.privacy.ledger import Budget, Ledger
-    from fedhdp.privacy.reports import group_standing
 
-    is_new = not file.exists()
+    budget = Budget(epsilon, delta)
+    out, is_new_file = console(), not file.exists()
+    if is_new_file and dry_run:
+        out.print(f"{file} would be a new ledger, and the budget of {group} {budget}. Nothing was changed.")
+        return
+    if not is_new_file:
+        with Ledger(file, read_only=True) as ledger:
+            previous, standing = _check_promise(ledger, group, budget, new)
+        if dry_run:
+            before = "" if previous is None else f" instead of {previous}"
+            out.print(f"{group}: the budget would be {budget}{before}; {_consequence(standing)} Nothing was changed.")
+            return
+        if standing is not None and standing.rounds_left == 0:
+            _confirm_end(group, budget, yes)
     with Ledger(file) as ledger:
         ledger.promise(group, epsilon, delta)
-        standing = group_standing(ledger, group, delta)
-    note = "" if standing.clients else " The group has not been in a run yet; the budget holds from its first round."
-    if (standing.epsilon or 0.0) > epsilon:
-        note = " The budget is exceeded already, so no further round can be charged."
-    if is_new:
-        console().print(f"{file}: a new ledger")
-    console().print(
-        f"{group}: the budget is {Budget(epsilon, delta)}; epsilon over all runs is {epsilon_text(standing.epsilon)}.{note}"
-    )
+        standing = _standing(ledger, group, budget)
+    if is_new_file:
+        out.print(f"{file}: a new ledger")
+    out.print(f"{group}: the budget is {budget}; {_consequence(standing)}")
+
+
+def _check_promise(ledger: Ledger, group: str, budget: Budget, new: bool) -> tuple[Budget | None, GroupStanding | None]:
+    """Refuse a promise to an unknown group, or a larger budget; else the budget so far, and the standing with this one."""
+    names = ledger.groups()
+    if names and group not in names and not new:
+        message = f"{ledger.path} has no group {group!r}, only {', '.join(names)}; --new promises a budget to a new one"
+        raise ConfigError(message, "GROUP", group)
+    ledger.check_budget(group, budget)
+    return (ledger.budget(group) if group in names else None), _standing(ledger, group, budget)
+
+
+def _standing(ledger: Ledger, group: str, budget: Budget) -> GroupStanding | None:
+    """The group as if it had this budget; None where the ledger does not know the group."""
+    from fedhdp.privacy.reports import group_standing
+
+    return group_standing(ledger, group, budget.delta, budget) if group in ledger.groups() else None
+
+
+def _confirm_end(group: str, budget: Budget, yes: bool) -> None:
+    """Ask whether to promise a budget that allows no further round."""
+    if yes:
+        return
+    consequence = f"{budget} allows {group} no further round, and a budget is never raised"
+    if not _can_ask():
+        raise ConfigError(f"{consequence}; to promise it, give --yes", "--epsilon", budget.epsilon)
+    if not typer.confirm(f"{consequence}. Promise it?"):
+        console().print("Nothing was changed.")
+        raise typer.Exit(1)
+
+
+def _can_ask() -> bool:
+    return sys.stdin.isatty()
+
+
+def _consequence(standing: GroupStanding | None) -> str:
+    """What a budget means for a group: its epsilon so far, and how many rounds are left."""
+    from fedhdp.privacy.accounting import pluralize
+
+    if standing is None or not standing.clients:
+        return "the group has not been in a run yet, and the budget holds from its first round."
+    epsilon = f"epsilon over all runs is {epsilon_text(standing.epsilon)}"
+    left = standing.rounds_left
+    if left is None:
+        return f"{epsilon}."
+    if left == 0:
+        return f"{epsilon}. No further round like those of its last run is left."
+    rounds = "any number of rounds" if left == math.inf else pluralize(int(left))
+    return f"{epsilon}, with {rounds} left like those of its last run."
 
 
 def _print_groups(out: Console, groups: list[GroupStanding]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -22,20 +22,31 @@ ALGORITHMS = {
     "dp_fedavg": "DP-FedAvg, strictest for all",
     "non_private": "non-private",
 }
+ERROR_PARTS = "error = noise + sampling + weighting bias, averaged over rounds"
 
 
 def plan(
     level: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             metavar="NAME:EPSILON:SHARE", help="A privacy level and its share of the clients; inf opts out. Repeat it."
         ),
-    ],
+    ] = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[SET=]LEVEL,LEVEL…",
+            help="A whole set of levels, to compare with --level and other sets. Repeat it.",
+        ),
+    ] = None,
     clients: Annotated[int, typer.Option(help="Number of clients in the population.")] = 2000,
     cohort: Annotated[float, typer.Option(help="Expected number of clients in a round.")] = 100,
     rounds: Annotated[int, typer.Option(help="Number of rounds.")] = 500,
     delta: Annotated[float, typer.Option(help="Delta of each level's epsilon.")] = 1e-4,
     parameters: Annotated[int, typer.Option(help="Number of the model's parameters.")] = 39_760,
+    accountant: Annotated[
+        Literal["pld", "rdp"], typer.Option(help="By which noise keeps epsilon; rdp for runs with a ledger.")
+    ] = "pld",
     json: Json = False,
     toml: Annotated[bool, typer.Option("--toml", help="Print an experiment for `fedhdp run`.")] = False,
 ) -> None:
@@ -46,24 +57,50 @@ def plan(
     `fedhdp plan --level none:inf:5% --level relaxed:8:35% --level strict:2:60%`
 
     `fedhdp plan --clients 500 --cohort 50 --level none:inf:0.1 --level private:4:0.9 --toml > plan.toml`
+
+    `fedhdp plan --compare today=none:inf:5%,strict:2:95% --compare offer=none:inf:5%,mild:8:50%,strict:2:45%`
     """
     from fedhdp.theory import planning
 
     if json and toml:
         raise ConfigError("give either --json or --toml, got both", "--json")
-    result = planning.plan(clients, cohort, rounds, delta, [_parse_level(text) for text in level], parameters)
+    sets = _parse_sets(level or [], compare or [])
+    if toml and len(sets) > 1:
+        raise ConfigError(f"--toml takes one set of levels, got {len(sets)}", "--toml", len(sets))
+    numbers = (clients, cohort, rounds, delta)
+    plans = {name: planning.plan(*numbers, levels, parameters, accountant) for name, levels in sets.items()}
+    result = next(iter(plans.values()))
     if json:
-        print_json(result)
+        print_json({"plans": plans} if compare else result)
     elif toml:
         from fedhdp.experiments.config import to_toml
         from fedhdp.experiments.presets import plan_experiment
 
         print(to_toml(plan_experiment(result)), end="")
+    elif compare:
+        _print_comparison(plans)
     else:
         _print(result)
 
 
-def _parse_level(text: str) -> LevelShare:
+def _parse_sets(levels: list[str], compare: list[str]) -> dict[str, list[LevelShare]]:
+    """The sets of levels, by name: that of --level first; sets without a name are numbered."""
+    if not levels and not compare:
+        raise ConfigError("--level or --compare must be given, got neither", "--level")
+    if compare and len(compare) + bool(levels) < 2:
+        message = f"--compare needs two sets of levels or more, got {compare[0]!r} alone"
+        raise ConfigError(message, "--compare", compare[0])
+    sets = {"levels": [_parse_level(text) for text in levels]} if levels else {}
+    for text in compare:
+        name, _, listed = text.rpartition("=")
+        name = name or f"set {len(sets) + 1}"
+        if name in sets:
+            raise ConfigError(f"--compare must be sets of different names, got {name!r} twice", "--compare", name)
+        sets[name] = [_parse_level(item, "--compare") for item in listed.split(",")]
+    return sets
+
+
+def _parse_level(text: str, option: str = "--level") -> LevelShare:
     """A level from NAME:EPSILON:SHARE, the share as 35% or 0.35."""
     from fedhdp.theory.planning import LevelShare
 
@@ -74,38 +111,59 @@ def _parse_level(text: str) -> LevelShare:
     except InvalidValueError:
         raise
     except ValueError:
-        message = f"--level must be NAME:EPSILON:SHARE, such as strict:2:60%, got {text!r}"
-        raise ConfigError(message, "--level", text) from None
+        message = f"{option} must be NAME:EPSILON:SHARE, such as strict:2:60%, got {text!r}"
+        raise ConfigError(message, option, text) from None
 
 
 def _print(plan: Plan) -> None:
-    from fedhdp.privacy.accounting import pluralize
-
     out = console()
-    out.print(
-        f"{plan.clients:,} clients, expected cohort {plan.cohort:g}, {pluralize(plan.rounds)}, delta {plan.delta:g}, "
-        f"{plan.parameters:,} parameters"
-    )
-    _print_levels(out, plan)
+    _print_head(out, plan)
+    _print_levels(out, {"": plan})
     _print_errors(out, plan)
     _print_costs(out, plan)
     out.print(_compare_with_strictest(plan))
 
 
-def _print_levels(out: Console, plan: Plan) -> None:
-    columns = ("clients", "cohort", "ε asked", "noise z", "weight r", "share", "ε")
-    levels = new_table(("level",), columns)
-    for level in plan.levels:
-        levels.add_row(
-            level.name,
-            f"{level.clients:,}",
-            f"{level.expected_cohort_size:.4g}",
-            epsilon_text(level.target_epsilon),
-            epsilon_text(level.noise_multiplier),
-            f"{level.weight:.2g}",
-            f"{level.weight_share:.0%}",
-            epsilon_text(level.epsilon),
-        )
+def _print_comparison(plans: dict[str, Plan]) -> None:
+    """The levels of each set, and their errors side by side."""
+    out = console()
+    _print_head(out, next(iter(plans.values())))
+    _print_levels(out, plans)
+    out.print(f"Expected error of the model, in units of the clip ({ERROR_PARTS})")
+    errors = new_table(("algorithm",), plans)
+    for name, label in ALGORITHMS.items():
+        errors.add_row(label, *(f"{plan.error_estimates[name].error:.3g}" for plan in plans.values()))
+    print_table(out, errors)
+
+
+def _print_head(out: Console, plan: Plan) -> None:
+    from fedhdp.privacy.accounting import pluralize
+
+    out.print(
+        f"{plan.clients:,} clients, expected cohort {plan.cohort:g}, {pluralize(plan.rounds)}, delta {plan.delta:g}, "
+        f"{plan.parameters:,} parameters"
+    )
+
+
+def _print_levels(out: Console, plans: dict[str, Plan]) -> None:
+    """The levels of a plan, or of several by the name of their set."""
+    plan, sets = next(iter(plans.values())), ["set"] * (len(plans) > 1)
+    columns = ("clients", "cohort", "ε asked", "ε", "noise z", "weight r", "share")
+    levels = new_table((*sets, "level"), columns)
+    for name, planned in plans.items():
+        for number, level in enumerate(planned.levels):
+            levels.add_row(
+                *([""] if number else [name])[: len(sets)],
+                level.name,
+                f"{level.clients:,}",
+                f"{level.expected_cohort_size:.4g}",
+                epsilon_text(level.target_epsilon),
+                epsilon_text(level.epsilon),
+                epsilon_text(level.noise_multiplier),
+                f"{level.weight:.2g}",
+                f"{level.weight_share:.0%}",
+                end_section=number == len(planned.levels) - 1 and len(plans) > 1,
+            )
     print_table(out, levels)
     out.print(
         f"noise z keeps ε by {plan.accountant.upper()}; share is of the weighted mean (Poisson sampling, add or remove one "
@@ -125,7 +183,7 @@ def _print_errors(out: Console, plan: Plan) -> None:
         numbers = (estimate.noise_per_parameter, estimate.noise_per_round, estimate.noise, estimate.error)
         errors.add_row(label, *(f"{number:.3g}" for number in numbers))
     print_table(out, errors)
-    out.print("error = noise + sampling + weighting bias, averaged over rounds\n")
+    out.print(f"{ERROR_PARTS}\n")
 
 
 def _print_costs(out: Console, plan: Plan) -> None:

@@ -57,7 +57,21 @@ def run(
         Path | None, typer.Option(help="File that records the rounds of all runs of this population.")
     ] = None,
     json: Json = False,
-    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Resume the run in this directory.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Resume the run in this directory; with --rounds, change its number of rounds."
+        ),
+    ] = None,
+    keep_checkpoint: Annotated[
+        bool, typer.Option("--keep-checkpoint", help="Keep the final state however large, to extend the run later.")
+    ] = False,
+    allow_more_epsilon: Annotated[
+        bool,
+        typer.Option(
+            "--allow-more-epsilon", help="With --resume and --rounds: groups may have more epsilon than they asked for."
+        ),
+    ] = False,
 ) -> None:
     """Run an experiment: train every variant, compare them in one table, write the results to a directory.
 
@@ -72,17 +86,22 @@ def run(
     `fedhdp run my.toml --out runs/mine --json > mine.json`
 
     `fedhdp run --resume runs/mine`
+
+    `fedhdp run --resume runs/mine --rounds 800` (the same run with more rounds)
     """
     options = {"seed": seed, "noise_seed": noise_seed, "rounds": rounds, "ledger": ledger and str(ledger)}
+    options["keep_checkpoint"] = keep_checkpoint or None
     changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if seeds is not None and (resume is not None or seed is not None):
         raise ConfigError("--seeds takes neither --seed nor --resume; to resume, name --out again", "seeds", seeds)
     if resume is not None:
-        if changes or out is not None or experiment is not None:
-            rule = "--resume continues a run as it was started: it takes no experiment and no option but --json"
+        if changes.keys() - {"rounds"} or out is not None or experiment is not None:
+            rule = "--resume continues a run as it was started: no experiment, no option but --rounds and --json"
             raise ConfigError(rule, "resume", str(resume))
-        _resume(resume, json)
+        _resume(resume, rounds, allow_more_epsilon, json)
         return
+    if allow_more_epsilon:
+        raise ConfigError("--allow-more-epsilon needs --resume and --rounds", "--allow-more-epsilon", True)
     value, directory = _experiment(experiment or "quickstart", changes, out)
     _run(value, directory, None if seeds is None else parse_seeds(seeds), json)
 
@@ -112,28 +131,37 @@ def _run(experiment: Experiment, directory: Path, seeds: range | None, json: boo
     _print_run(summary, directory, json)
 
 
-def _resume(directory: Path, json: bool) -> None:
+def _resume(directory: Path, rounds: int | None, allow_more_epsilon: bool, json: bool) -> None:
+    from fedhdp.experiments import extend
     from fedhdp.experiments import resume as resume_experiment
     from fedhdp.experiments.folder import RunFolder
     from fedhdp.results.store import RUNS_FILE
 
     if (directory / RUNS_FILE).exists():
         with RunFolder.open(directory) as folder:
-            _run_folder(folder, directory, json)
+            _run_folder(folder, directory, json, rounds, allow_more_epsilon)
         return
-    summary = _watched(partial(resume_experiment, directory), _resume_command(directory))
-    _print_run(summary, directory, json)
+    if rounds is None:
+        start = partial(resume_experiment, directory)
+    else:
+        start = partial(extend, directory, rounds, allow_more_epsilon=allow_more_epsilon)
+    _print_run(_watched(start, _resume_command(directory)), directory, json)
 
 
-def _run_folder(folder: RunFolder, directory: Path, json: bool) -> None:
+def _run_folder(
+    folder: RunFolder, directory: Path, json: bool, rounds: int | None = None, allow_more_epsilon: bool = False
+) -> None:
     """Run all runs of a folder, and print their combined table."""
     from fedhdp.cli.show import print_runs
     from fedhdp.results.store import SUMMARY_FILE
 
     for entry in folder.entries:
         error_console().print(f"run {entry.path}", soft_wrap=True)
-        is_last = entry is folder.entries[-1]
-        _watched(partial(folder.run, entry), _resume_command(directory), is_last)
+        if rounds is None:
+            start = partial(folder.run, entry)
+        else:
+            start = partial(folder.extend, entry, rounds, allow_more_epsilon=allow_more_epsilon)
+        _watched(start, _resume_command(directory), entry is folder.entries[-1])
     runs = folder.write_tables()
     if json:
         sys.stdout.buffer.write((directory / SUMMARY_FILE).read_bytes())
@@ -178,7 +206,11 @@ def _print_run(summary: Summary, directory: Path, json: bool) -> None:
 
 
 def _print_directory(directory: Path) -> None:
-    error_console().print(f"results in {directory}", style="dim", soft_wrap=True)
+    from fedhdp.results.store import checkpoint_bytes
+
+    size = checkpoint_bytes(directory)
+    kept = f"; checkpoints, which have personal models without noise, take {size / 2**20:,.1f} MiB" if size else ""
+    error_console().print(f"results in {directory}{kept}", style="dim", soft_wrap=True)
 
 
 def _print_ledger(experiment: Experiment) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fedhdp.experiments.batch import Interrupted, Progress, Watch
 from fedhdp.experiments.config import Experiment, Variant, find, from_toml, to_toml
+from fedhdp.experiments.extension import extend
 from fedhdp.experiments.folder import RunFolder
 from fedhdp.experiments.presets import EXPERIMENTS, plan_experiment
 from fedhdp.experiments.runner import read_experiment, resume, run, run_or_resume, with_seeds
@@ -18,6 +19,7 @@ __all__ = [
     "Variant",
     "Watch",
     "expand",
+    "extend",
     "find",
     "from_toml",
     "plan_experiment",

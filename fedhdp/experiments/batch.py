@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -12,12 +12,14 @@ import numpy as np
 from fedhdp.engine import personal_store
 from fedhdp.experiments.config import Experiment
 from fedhdp.mechanism import SERVER, mechanism_at
+from fedhdp.privacy.accounting import pluralize
 from fedhdp.privacy.budget import BudgetExhausted, RunBilling
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results.schema import ACCURACY, MetricInfo, MetricRow, VariantResult, account_groups, attach_metrics
-from fedhdp.results.store import VariantDirectory
+from fedhdp.results.store import Extension, VariantDirectory
 from fedhdp.simulation import Simulation
 
+KEPT_CHECKPOINT_BYTES = 2**28  # up to which a finished run keeps its checkpoint unless the experiment says otherwise
 CHECKPOINT_SHARE = 20  # checkpoints take at most one part in this many of the time
 
 
@@ -61,6 +63,7 @@ class VariantBatch:
         simulation: Simulation,
         parts: list[VariantDirectory],
         watch: Watch,
+        extensions: Sequence[Extension] = (),
     ):
         self.experiment, self.simulation, self.watch = experiment, simulation, watch
         self.variants = [experiment.variants[number] for number in numbers]
@@ -70,6 +73,8 @@ class VariantBatch:
         self.start_time = self.checkpoint_time = time.monotonic()
         self.checkpoint_pause = experiment.checkpoint_seconds
         self.stopped: str | None = None
+        self.asked = extensions[-1].epsilon_targets if extensions else {}
+        self.notes = [extension_note(extensions[0].rounds, experiment.rounds)] if extensions else []
         self._restore()
 
     def _restore(self) -> None:
@@ -182,7 +187,17 @@ class VariantBatch:
     def save_checkpoint(self) -> None:
         """Save the state from which the batch resumes."""
         counts = {"seconds": np.array(self.seconds), "replayed_rounds": np.array(self.replayed_rounds, int)}
-        self.parts[0].save_checkpoint({**self.simulation.state_arrays(), **counts})
+        names = {"variants": np.array([variant.name for variant in self.variants])}
+        self.parts[0].save_checkpoint({**self.simulation.state_arrays(), **counts, **names})
+
+    def _keeps_checkpoint(self) -> bool:
+        """Whether the checkpoint is kept at the end, so that the run can be extended."""
+        if self.experiment.keep_checkpoint is not None:
+            return self.experiment.keep_checkpoint
+        simulation = self.simulation
+        participants = 0 if simulation.store is None else int(simulation.participated_K.sum())
+        size = personal_store.personal_bytes(simulation.engine.model, participants) * len(self.variants)
+        return size <= KEPT_CHECKPOINT_BYTES
 
     def _finish(self) -> list[VariantResult]:
         """Write each variant's model, scores and result."""
@@ -191,18 +206,30 @@ class VariantBatch:
         results = []
         experiment, columns = self.experiment, (self.variants, self.billings, self.simulation.schedules)
         for variant, billing, schedule, history in zip(*columns, self.simulation.histories, strict=True):
-            costs_of, targets = partial(billing.costs, rounds=rounds), experiment.epsilon_targets(variant)
+            costs_of = partial(billing.costs, rounds=rounds)
+            targets = self.asked.get(variant.name) or experiment.epsilon_targets(variant)
             mechanism = mechanism_at(schedule, max(rounds - 1, 0))  # with all groups, also those that were dropped
             groups = account_groups(mechanism, costs_of, experiment.delta_of, experiment.run_accountant, targets)
             result = VariantResult(variant.name, variant.algorithm, rounds, seconds, experiment.repeatable, groups)
             result.metrics = self.simulation.metrics
             result.stopped, result.preparation = self.stopped, self.simulation.data.preparation
+            result.notes = list(self.notes)
             results.append(attach_metrics(result, history))
+        keep = self._keeps_checkpoint()
+        if keep:
+            self.save_checkpoint()
         for number in reversed(range(len(results))):
             variant_scores = {name: score_KV[:, number].astype(np.float32) for name, score_KV in scores.items()}
-            self.parts[number].finish(self.simulation.named_parameters(number), results[number], variant_scores)
-        (self.parts[0].path / personal_store.FILE_NAME).unlink(missing_ok=True)
+            parameters = self.simulation.named_parameters(number)
+            self.parts[number].finish(parameters, results[number], variant_scores, keep)
+        if not keep:
+            (self.parts[0].path / personal_store.FILE_NAME).unlink(missing_ok=True)
         return results
+
+
+def extension_note(first: int, rounds: int) -> str:
+    """What a table says about a run whose rounds were changed."""
+    return f"noise was calibrated for {pluralize(first)}; the run was changed to {pluralize(rounds)} and kept its noise"
 
 
 def _last_value(metric: str, history: list[MetricRow]) -> float | None:

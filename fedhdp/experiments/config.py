@@ -138,6 +138,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         evaluate_every: Rounds between evaluations; the last round is always evaluated.
         metrics: Names of metrics that replace the model's, built-in ones or the model's own; tables show the first.
         checkpoint_seconds: Seconds between checkpoints, at least.
+        keep_checkpoint: Whether the final state is kept, personal models included, so that the run can be extended. None:
+            where these are at most 256 MiB.
         delta: The delta of groups without a delta.
         accountant: What calibrates noise, computes epsilons and keeps budgets. None: RDP with a ledger or with fixed
             cohorts, else PLD.
@@ -161,6 +163,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     evaluate_every: int = 25
     metrics: tuple[str, ...] = ()
     checkpoint_seconds: float = 30.0
+    keep_checkpoint: bool | None = None
     delta: float = 1e-4
     accountant: Accountant | None = None
     ledger: str | None = None

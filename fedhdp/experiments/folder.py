@@ -13,6 +13,7 @@ from fedhdp.devices import use_cpu_cores
 from fedhdp.errors import RunError
 from fedhdp.experiments.batch import Watch
 from fedhdp.experiments.config import Experiment, to_toml
+from fedhdp.experiments.extension import extend
 from fedhdp.experiments.runner import read_experiment, resume, run, with_seeds
 from fedhdp.experiments.sweep import changes, expand
 from fedhdp.results import comparison
@@ -138,6 +139,20 @@ class RunFolder:
             with_seeds(self._experiments[name], [entry.seed]) if _is_seed(entry) else [self._experiments[name]]
         )
         return run(experiment, path, watch, self._entropy[entry.seed])
+
+    def extend(self, entry: RunEntry, rounds: int, watch: Watch, allow_more_epsilon: bool = False) -> Summary:
+        """Run one of the runs until it has this many rounds (see `fedhdp.experiments.extend`).
+
+        Raises:
+            RunError: If the run was not begun, and what `extend` raises.
+        """
+        path = self.path / entry.path
+        if not (path / EXPERIMENT_FILE).exists():
+            message = (
+                f"rounds = {rounds}: {path} was not begun, and its noise would be another; resume {self.path} first"
+            )
+            raise RunError(message, "rounds", rounds)
+        return extend(path, rounds, watch, allow_more_epsilon, self._entropy[entry.seed])
 
     def write_tables(self) -> list[RepeatedRun]:
         """Write the combined table and the summary of the runs that are finished, and return these."""

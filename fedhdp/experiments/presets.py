@@ -146,6 +146,7 @@ def plan_experiment(plan: Plan) -> Experiment:
         about=f"{plan.clients} clients who chose among {levels}, by the weights of `fedhdp plan`.",
         rounds=plan.rounds,
         delta=plan.delta,
+        accountant=None if plan.accountant == "pld" else plan.accountant,
         data=HandwritingConfig(clients=plan.clients),
         model=MlpConfig(hidden=hidden),
         mechanism=MechanismConfig(groups, plan.mechanism.clip),

@@ -50,7 +50,7 @@ def run(experiment: Experiment, out: Path, watch: Watch, cohort_entropy: np.ndar
     experiment = experiment.pin()
     with RunDirectory.create(out, to_toml(experiment).encode()) as directory:
         try:
-            return _run(experiment, mechanism, directory, watch, cohort_entropy)
+            return run_variants(experiment, mechanism, directory, watch, cohort_entropy)
         except (ValueError, OSError):
             directory.discard_if_empty()
             raise
@@ -68,7 +68,7 @@ def resume(out: Path, watch: Watch, cohort_entropy: np.ndarray | None = None) ->
         experiment = read_experiment(out)
         if (out / SUMMARY_FILE).exists():
             return read_value(out / SUMMARY_FILE, Summary)
-        return _run(experiment, experiment.build_mechanism(), directory, watch, cohort_entropy)
+        return run_variants(experiment, experiment.build_mechanism(), directory, watch, cohort_entropy)
 
 
 def run_or_resume(experiment: Experiment, out: Path, watch: Watch, cohort_entropy: np.ndarray | None = None) -> Summary:
@@ -112,13 +112,14 @@ def with_seeds(experiment: Experiment, seeds: Iterable[int]) -> list[Experiment]
     return [replace(experiment, seed=seed, noise_seed=None if noise is None else noise + seed) for seed in seeds]
 
 
-def _run(
+def run_variants(
     experiment: Experiment,
     mechanism: Mechanism,
     directory: RunDirectory,
     watch: Watch,
-    cohort_entropy: np.ndarray | None,
+    cohort_entropy: np.ndarray | None = None,
 ) -> Summary:
+    """Run the variants of a directory that are not finished, and write the summary; the arguments are those of `run`."""
     parts = [directory.variant(variant.name) for variant in experiment.variants]
     results = [part.result() for part in parts]
     if experiment.ledger is not None and not Path(experiment.ledger).exists() and any(part.started for part in parts):
@@ -147,7 +148,7 @@ def _run(
                 settings = (*experiment.overrides(numbers[0]), experiment.seed, experiment.noise_seed)
                 path = parts[numbers[0]].path
                 simulation = Simulation(data, model, batch_mechanisms, *settings, path, cohort_entropy)
-                batch = VariantBatch(experiment, numbers, simulation, parts, watch)
+                batch = VariantBatch(experiment, numbers, simulation, parts, watch, directory.extensions)
                 for number, result in zip(numbers, batch.run(directory.id, ledger), strict=True):
                     results[number] = result
     variants = [result for result in results if result is not None]

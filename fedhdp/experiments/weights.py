@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from fedhdp.devices import use_cpu_cores
 from fedhdp.experiments.components import DataConfig, FemnistConfig, HandwritingConfig, MnistConfig, ModelConfig
 from fedhdp.privacy.calibration import MechanismConfig
 
@@ -21,6 +22,7 @@ def count_parameters(data: DataConfig, model: ModelConfig, mechanism: MechanismC
     """
     import jax
 
+    use_cpu_cores()  # before anything below uses JAX
     if isinstance(data, HandwritingConfig | FemnistConfig):
         inputs, classes = PIXELS, int(data.classes)
     elif isinstance(data, MnistConfig):
@@ -28,5 +30,5 @@ def count_parameters(data: DataConfig, model: ModelConfig, mechanism: MechanismC
     else:
         loaded = data.load(mechanism, seed)
         inputs, classes = math.prod(loaded.input_shape), loaded.classes
-    shapes = jax.eval_shape(model.build(inputs, classes).init, jax.random.key(0))
+    shapes = jax.eval_shape(lambda: model.build(inputs, classes).init(jax.random.key(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))

@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from fedhdp.errors import require
-from fedhdp.mechanism import Mechanism, PrivacyGroup, Sampling
+from fedhdp.mechanism import Mechanism, PrivacyGroup, Sampling, ScheduledMechanism
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -152,6 +152,13 @@ def composed_costs(mechanisms: Iterable[Mechanism] | Mapping[Mechanism, int]) ->
         for name, cost in privacy_costs(mechanism, rounds).items():
             costs.setdefault(name, []).append(cost)
     return {name: merge_costs(of_group) for name, of_group in costs.items()}
+
+
+def scheduled_costs(mechanism: ScheduledMechanism, rounds: int) -> dict[str, tuple[PrivacyCost, ...]]:
+    """What the first rounds of a mechanism, or of a function of the round, cost each group, by name."""
+    if isinstance(mechanism, Mechanism):
+        return composed_costs({mechanism: rounds})
+    return composed_costs(mechanism(round) for round in range(rounds))
 
 
 def merge_costs(costs: Iterable[PrivacyCost], tolerance: float = ROUNDING) -> tuple[PrivacyCost, ...]:

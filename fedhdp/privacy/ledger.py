@@ -41,6 +41,10 @@ class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(self.epsilon >= 0, "epsilon", self.epsilon, "at least 0")
         require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
 
+    def lowered(self, other: Budget | None) -> Budget:
+        """This budget with the epsilon and the delta of another where they are smaller."""
+        return self if other is None else Budget(min(self.epsilon, other.epsilon), min(self.delta, other.delta))
+
     def __str__(self) -> str:
         return f"epsilon {self.epsilon:g} at delta {self.delta:g}"
 
@@ -175,13 +179,19 @@ class Ledger(LedgerFile):
         with self._transaction():
             self._set_budget(group, budget)
 
+    def check_budget(self, group: str, budget: Budget) -> None:
+        """Raise what ``promise`` of this budget would raise, and change nothing."""
+        require(group not in ("", SERVER), "group", group, f"a name, and not {SERVER!r}")
+        previous = self.budget(group) if group in self.groups() else None
+        if previous and not (budget.epsilon <= previous.epsilon and budget.delta <= previous.delta):
+            raise self._error(
+                f"group {group!r} was promised {previous}, which cannot become {budget}", "budget", budget
+            )
+
     def lower_budget(self, group: str, budget: Budget) -> None:
         """Give a group this budget, or keep the epsilon or delta that it was promised where that is smaller."""
         with self._transaction():
-            previous = self.budget(group) if group in self.groups() else None
-            if previous is not None:
-                budget = Budget(min(budget.epsilon, previous.epsilon), min(budget.delta, previous.delta))
-            self._set_budget(group, budget)
+            self._set_budget(group, budget.lowered(self.budget(group) if group in self.groups() else None))
 
     def register(self, client: str, group: str) -> str:
         """Register a client, by its identity, for a group that it chooses, durably.
@@ -260,13 +270,8 @@ class Ledger(LedgerFile):
         return row[0], row[1]
 
     def _set_budget(self, group: str, budget: Budget) -> None:
-        require(group not in ("", SERVER), "group", group, f"a name, and not {SERVER!r}")
+        self.check_budget(group, budget)
         self._db.execute("INSERT OR IGNORE INTO groups VALUES (?, 0, 0, NULL, NULL)", (group,))
-        previous = self.budget(group)
-        if previous and not (budget.epsilon <= previous.epsilon and budget.delta <= previous.delta):
-            raise self._error(
-                f"group {group!r} was promised {previous}, which cannot become {budget}", "budget", budget
-            )
         query = "UPDATE groups SET epsilon = ?, delta = ? WHERE name = ?"
         self._db.execute(query, (budget.epsilon, budget.delta, group))
 

@@ -6,6 +6,7 @@ The command line prints them as tables or as JSON.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ from fedhdp.privacy.accounting import (
     gaussian_epsilon,
     privacy_costs,
     rounds_left,
+    scheduled_costs,
+    within_budget,
 )
 from fedhdp.privacy.calibration import explain_surplus, min_noise_multiplier, noise_multiplier_for
 from fedhdp.privacy.ledger import Budget, Ledger
@@ -63,7 +66,7 @@ class RoundsReport(msgspec.Struct, frozen=True):
     noise_multiplier: float
     sampling_rate: float
     rounds: int  # of one training
-    trainings: int
+    trainings: int | None  # one after the other; None: one
     sampling: str
     adjacency: str
     accountant: str
@@ -187,7 +190,7 @@ def account_rounds(
     cost = PrivacyCost(noise_multiplier, sampling_rate, sampling, all_rounds).checked()
     epsilon, sensitivity = epsilon_of(cost), SENSITIVITY[sampling]
     unit, count = (1, rounds) if trainings is None else (rounds, trainings)
-    points = sorted({round(count * point / CURVE_POINTS) for point in range(1, CURVE_POINTS + 1)})
+    points = sorted({min(count, max(1, round(count * point / CURVE_POINTS))) for point in range(1, CURVE_POINTS + 1)})
     return RoundsReport(
         epsilon=epsilon,
         target_epsilon=target_epsilon,
@@ -196,7 +199,7 @@ def account_rounds(
         noise_multiplier=noise_multiplier,
         sampling_rate=sampling_rate,
         rounds=rounds,
-        trainings=trainings or 1,
+        trainings=trainings,
         sampling=sampling,
         adjacency=ADJACENCY[sampling],
         accountant=accountant,
@@ -327,13 +330,19 @@ def account_levels(
     return reports
 
 
-def group_standing(ledger: Ledger, group: str, delta: float) -> GroupStanding:
-    """A group's budget, epsilon and rounds left, over all runs of a ledger; a budget has its own delta.
+def group_standing(ledger: Ledger, group: str, delta: float, budget: Budget | None = None) -> GroupStanding:
+    """A group's budget, epsilon and rounds left, over all runs of a ledger.
+
+    Args:
+        ledger: The ledger.
+        group: The group.
+        delta: The delta of its epsilon if it has no budget; a budget has its own.
+        budget: As if it had this budget. None: its own, if it was promised one.
 
     Raises:
         LedgerError: If the ledger has no such group.
     """
-    costs, budget, clients = ledger.costs(group), ledger.budget(group), ledger.clients(group)
+    costs, clients, budget = ledger.costs(group), ledger.clients(group), budget or ledger.budget(group)
     delta = budget.delta if budget else delta
     samplings = sorted({cost.sampling for cost in costs})
     composes = len(samplings) <= 1
@@ -355,3 +364,41 @@ def group_standing(ledger: Ledger, group: str, delta: float) -> GroupStanding:
         charges=[cost._asdict() for cost in costs],
         note="" if composes else "Poisson sampling and fixed cohorts were mixed: their epsilons do not compose",
     )
+
+
+def rounds_allowed(
+    ledger: Ledger | None, mechanism: ScheduledMechanism, budgets: Mapping[str, Budget], rounds: int
+) -> dict[str, float]:
+    """How many rounds of a mechanism each group's budget allows, after what a ledger has charged.
+
+    Args:
+        ledger: The ledger; None: nothing is charged or promised yet.
+        mechanism: The mechanism, or a function of the round.
+        budgets: Budgets by group, which lower those of the ledger.
+        rounds: How many rounds a function is followed, at most.
+
+    Returns:
+        Numbers of rounds by group, for the groups that have a budget.
+    """
+    allowed: dict[str, float] = {}
+    for name, cost in privacy_costs(mechanism_at(mechanism, 0)).items():
+        is_known = ledger is not None and name in ledger.groups()
+        charged = ledger.costs(name) if ledger is not None and is_known else ()
+        promised = ledger.budget(name) if ledger is not None and is_known else None
+        budget = budgets[name].lowered(promised) if name in budgets else promised
+        if budget is not None and isinstance(mechanism, Mechanism):
+            allowed[name] = rounds_left(charged, cost, budget)
+        elif budget is not None:
+            allowed[name] = _scheduled_rounds_left(charged, name, mechanism, budget, rounds)
+    return allowed
+
+
+def _scheduled_rounds_left(
+    charged: Sequence[PrivacyCost], group: str, mechanism: ScheduledMechanism, budget: Budget, rounds: int
+) -> int:
+    """How many of the first rounds of a function of the round a budget allows."""
+
+    def is_refused(count: int) -> bool:
+        return not within_budget((*charged, *scheduled_costs(mechanism, count)[group]), budget)
+
+    return bisect_left(range(1, rounds + 1), True, key=is_refused)

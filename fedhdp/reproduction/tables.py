@@ -262,7 +262,7 @@ def make_experiment(
     """A part of a table, with the paper's training and rounds unless ``fields`` say otherwise."""
     table = TABLES.get(name, TABLES["noniid-mnist"])
     defaults = {"rounds": ROUNDS, "server": AVERAGED, "evaluate_every": 100, "about": table.about}
-    fixed = {"data": data, "mechanism": mechanism, "variants": variants, "model": table.model}
+    fixed = {"data": data, "mechanism": mechanism, "variants": variants, "model": table.model, "keep_checkpoint": False}
     return Experiment(name=f"{name}/{part}", training=table.training, **fixed, **(defaults | fields))  # type: ignore[arg-type]
 
 

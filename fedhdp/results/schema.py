@@ -107,6 +107,7 @@ class VariantResult(_Measured, forbid_unknown_fields=True):
     clip: float | dict[str, float] | None = None  # of the next round; by layer, where layers are clipped one by one
     stopped: str | None = None  # why it ended before its last round
     preparation: str = ""  # whose statistics the inputs were made with
+    notes: list[str] = []  # what else a reader must know: an extension, the run that it started from
 
     @property
     def server_accuracy(self) -> float | None:

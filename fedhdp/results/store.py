@@ -4,8 +4,8 @@
     DIR/run.json                  the run's id in the ledger, the sha256 of experiment.toml, fedhdp's version and commit
     DIR/summary.json              the results; written last
     DIR/VARIANT/history.csv       round, group, model, metric, value; appended to after each evaluation
-    DIR/VARIANT/checkpoint.npz    the state from which the run resumes; deleted when the variant is finished
-    DIR/VARIANT/personal.bin      personal models that do not fit into memory; deleted when the variant is finished
+    DIR/VARIANT/checkpoint.npz    the state from which the run resumes or is extended (see Experiment.keep_checkpoint)
+    DIR/VARIANT/personal.bin      personal models that do not fit into memory; kept with the checkpoint
     DIR/VARIANT/model.npz         the final global model (and its average), by parameter
     DIR/VARIANT/scores.npz        each client's final values, by MODEL/METRIC
     DIR/VARIANT/result.json       the variant's part of the summary
@@ -57,6 +57,13 @@ HISTORY_FILE, CHECKPOINT_FILE = "history.csv", "checkpoint.npz"
 MODEL_FILE, SCORES_FILE, RESULT_FILE = "model.npz", "scores.npz", "result.json"
 
 
+class Extension(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A change of a run's rounds: how many it had, and the epsilons that groups asked for in these, by variant."""
+
+    rounds: int
+    epsilon_targets: dict[str, dict[str, float]] = {}
+
+
 class RunInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The id under which a ledger charges the run, its experiment, and the code that started it."""
 
@@ -65,6 +72,8 @@ class RunInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: str = ""
     commit: str | None = None
     modified: bool | None = None
+    extensions: list[Extension] = []
+    previous_sha256: str | None = None  # of the experiment before the last extension
 
 
 class DamagedRunError(RunError):
@@ -119,15 +128,15 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray | Callable[[], np.n
                 np.lib.format.write_array(entry, np.asarray(array() if callable(array) else array), allow_pickle=False)
 
 
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Read named arrays from an npz file.
+def read_arrays(path: Path, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+    """Read named arrays from an npz file: those of these names, or all.
 
     Raises:
         DamagedRunError: If the file is missing or damaged.
     """
     try:
         with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+            return {name: file[name] for name in (file.files if names is None else names)}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise DamagedRunError(f"{path} is damaged: {error}") from error
 
@@ -160,6 +169,12 @@ def read_value(path: Path, kind: type) -> Any:
         return msgspec.json.decode(path.read_bytes(), type=kind, strict=False)
     except (OSError, msgspec.MsgspecError) as error:
         raise DamagedRunError(f"{path} is damaged: {error}") from error
+
+
+def checkpoint_bytes(directory: Path) -> int:
+    """The size of all checkpoints in a directory of one run or several, with the personal models beside them."""
+    files = (file for name in (CHECKPOINT_FILE, "personal.bin") for file in directory.rglob(name))
+    return sum(file.stat().st_size for file in files)
 
 
 def lock_file(file: IO, wait: bool = False) -> None:
@@ -197,10 +212,12 @@ class RunDirectory:
         try:
             lock_file(self._lock)
             info = read_value(path / RUN_FILE, RunInfo)
-            if hashlib.sha256((path / EXPERIMENT_FILE).read_bytes()).hexdigest() != info.experiment_sha256:
+            digest = hashlib.sha256(self._experiment_text()).hexdigest()
+            if digest not in (info.experiment_sha256, info.previous_sha256):  # the latter after a crash in `extend`
                 hint = f"to run it as it is: fedhdp run {path / EXPERIMENT_FILE}"
                 raise DamagedRunError(f"{path / EXPERIMENT_FILE} was edited after the run was started; {hint}")
-            self.id = info.id
+            self.info, self.id = info, info.id
+            self.extensions = info.extensions if digest == info.experiment_sha256 else info.extensions[:-1]
         except BlockingIOError as error:
             self._lock.close()
             raise RunError(f"{path} is being written by another process") from error
@@ -242,6 +259,26 @@ class RunDirectory:
             raise DamagedRunError(f"{path} contains no run: it has no {EXPERIMENT_FILE}")
         return cls(path)
 
+    def extend(self, experiment_toml: bytes, extension: Extension) -> None:
+        """Replace the experiment by one with other rounds, and remove the results; checkpoints stay.
+
+        A crash leaves the run as it was, without results, which are made again from the checkpoints, or as it will be.
+        """
+        (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+        for result in self.path.glob(f"*/{RESULT_FILE}"):
+            result.unlink()
+        digest, previous = (hashlib.sha256(text).hexdigest() for text in (experiment_toml, self._experiment_text()))
+        extensions = [*self.extensions, extension]
+        self.info = msgspec.structs.replace(
+            self.info, experiment_sha256=digest, previous_sha256=previous, extensions=extensions
+        )
+        write_value(self.path / RUN_FILE, self.info)
+        atomic_write(self.path / EXPERIMENT_FILE, experiment_toml)
+        self.extensions = extensions
+
+    def _experiment_text(self) -> bytes:
+        return (self.path / EXPERIMENT_FILE).read_bytes()
+
     def discard_if_empty(self) -> None:
         """Remove the directory unless it has results."""
         files = {file.name for file in self.path.rglob("*") if file.is_file()}
@@ -270,6 +307,18 @@ class VariantDirectory:
         """The result, if the variant is finished."""
         path = self.path / RESULT_FILE
         return read_value(path, VariantResult) if path.exists() else None
+
+    def checkpoint_variants(self) -> tuple[int, list[str]]:
+        """The round of the checkpoint and the variants that it has; 0 and none without one.
+
+        Raises:
+            DamagedRunError: If the file is damaged.
+        """
+        path = self.path / CHECKPOINT_FILE
+        if not path.exists():
+            return 0, []
+        arrays = read_arrays(path, ("round", "variants"))
+        return int(arrays["round"]), arrays["variants"].tolist()
 
     def checkpoint(self) -> dict[str, np.ndarray] | None:
         """The state to resume from, if one was saved."""
@@ -313,14 +362,19 @@ class VariantDirectory:
             os.fsync(file.fileno())
 
     def finish(
-        self, model: Mapping[str, np.ndarray], result: VariantResult, scores: Mapping[str, np.ndarray] | None = None
+        self,
+        model: Mapping[str, np.ndarray],
+        result: VariantResult,
+        scores: Mapping[str, np.ndarray] | None = None,
+        keep_checkpoint: bool = False,
     ) -> None:
-        """Write the model, the clients' scores and the result, and delete the checkpoint."""
+        """Write the model, the clients' scores and the result, and delete the checkpoint unless it is kept."""
         write_arrays(self.path / MODEL_FILE, model)
         if scores is not None:
             write_arrays(self.path / SCORES_FILE, scores)
         write_value(self.path / RESULT_FILE, result)
-        (self.path / CHECKPOINT_FILE).unlink(missing_ok=True)
+        if not keep_checkpoint:
+            (self.path / CHECKPOINT_FILE).unlink(missing_ok=True)
 
 
 def _csv_lines(rows: Iterable[MetricRow]) -> str:

@@ -104,6 +104,8 @@ def footnotes(variants: list[VariantResult]) -> list[str]:
     """The assumptions of the epsilons, runs that stopped early, refused updates, and noise that is not private."""
     lines: dict[str, list[str]] = {}
     for variant in variants:
+        for note in variant.notes:
+            lines.setdefault(note, []).append(variant.name)
         for group in variant.groups:
             if group.epsilon is not None and group.epsilon_basis is not None:
                 line = f"ε {group.name} = {format_epsilon(group.epsilon, 3)}: {group.epsilon_basis}"

@@ -88,7 +88,7 @@ class Plan(msgspec.Struct, frozen=True):
     rounds: int
     delta: float
     parameters: int
-    accountant: str
+    accountant: Accountant
     mechanism: Mechanism
     levels: tuple[PlannedLevel, ...]
     error_estimates: dict[str, ErrorEstimate]  # by algorithm

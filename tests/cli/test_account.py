@@ -91,6 +91,20 @@ def test_tuning(run_json):
     assert tuned["tuning"] == "best of 10 trials on average (geometric)"
 
 
+def test_repeated_trainings(run_cli, run_json):
+    arguments = ("account", "--noise-multiplier", 2, "--sampling-rate", 0.1, "--delta", "1e-5", "--rounds", 10)
+    report = run_json(*arguments, "--trainings", 104)
+    assert (report["trainings"], report["rounds"], report["accountant"]) == (104, 10, "rdp")
+    assert report["epsilon"] == gaussian_epsilon(2.0, 0.1, 1040, 1e-5, "rdp") == report["curve"][-1]["epsilon"]
+    for point in report["curve"]:
+        assert point["rounds"] == 10 * point["trainings"]
+        assert point["epsilon"] == gaussian_epsilon(2.0, 0.1, point["rounds"], 1e-5, "rdp")
+    assert [point["trainings"] for point in run_json(*arguments, "--trainings", 3)["curve"]] == [1, 2, 3]
+    assert "104 trainings of 10 rounds" in words(run_cli(*arguments, "--trainings", 104).stdout)
+    noise = run_json("account", "--epsilon", 3, *arguments[3:], "--trainings", 104)
+    assert 0.99 * 3 <= noise["epsilon"] <= 3
+
+
 def test_an_experiment(run_cli, run_json):
     document = run_json("account", "quickstart", "--tuning-trials", 10)
     assert [report["variants"] for report in document["mechanisms"]] == [
@@ -121,6 +135,30 @@ def test_an_experiment_with_deltas_by_group(run_json, tmp_path):
     assert (a["delta"], b["delta"], a["rounds"], a["accountant"]) == (1e-6, 1e-4, 10, "rdp")
     assert a["epsilon"] == gaussian_epsilon(max(2.0, b["noise_multiplier"]), 0.1, 10, 1e-6, sampling="fixed")
     assert 0 < b["epsilon"] <= 5
+
+
+def test_asked_and_had(run_cli, run_json, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'rounds = 20\nvariants = [{algorithm = "hdp_fedavg"}, {algorithm = "fedhdp"}]\n'
+        'ledger = "l"\nbudgets = {strict = {epsilon = 2.0, delta = 1e-4}}\n'
+        'data = {name = "handwriting", clients = 100}\nmechanism = {clip = 1.0, groups = ['
+        '{name = "open", clients = 10, sampling_rate = 0.1, epsilon = inf},'
+        '{name = "mild", clients = 40, sampling_rate = 0.1, epsilon = 8.0, weight = 1.0},'
+        '{name = "strict", clients = 50, sampling_rate = 0.1, epsilon = 3.0}]}'
+    )
+    document = run_json("account", path)
+    (hdp_fedavg, fedhdp) = document["mechanisms"]
+    assert document["accountant"] == "rdp"  # as the ledger's
+    assert document["theory_weights"].keys() == {"open", "strict"}
+    assert [group["epsilon_target"] for group in fedhdp["groups"]] == ["inf", 8.0, 3.0]
+    assert 0.98 * 3 <= fedhdp["groups"][2]["epsilon"] <= 3
+    assert "'strict'" in hdp_fedavg["groups"][1]["surplus"]
+    assert fedhdp["groups"][1]["surplus"] is None
+    assert 0 < document["rounds_allowed"]["FedHDP"]["strict"] < 20
+    text = words(run_cli("account", path).stdout)
+    for part in ("ε asked", "RDP accountant", "'strict' requires covers it", "the theory's: open 1", "of 20 rounds"):
+        assert part in text
 
 
 def test_an_experiment_that_drops_groups(run_cli, run_json, tmp_path):
@@ -187,6 +225,9 @@ VALID = {"--noise-multiplier": 1.5, "--sampling-rate": 0.05, "--rounds": 500, "-
         ({"--noise-multiplier": None}, "--noise-multiplier", "neither"),
         ({"--noise-multiplier": None, "--epsilon": 0}, "epsilon", "0.0"),
         ({"--rounds": None}, "--rounds", "none"),
+        ({"--trainings": 0}, "trainings", "0"),
+        ({"--trainings": 2, "--tuning-trials": 5}, "trainings", "2"),
+        ({"--trainings": 2, "--accountant": "pld"}, "accountant", "pld"),
     ],
 )
 def test_invalid_options(run_refused, changes, field, value):

@@ -72,8 +72,63 @@ def test_a_promise_that_is_exceeded_already(run_cli, file):
     with Ledger(file) as ledger:
         ledger.begin("first", MECHANISM)
         ledger.charge("first", privacy_costs(MECHANISM, 7))
-    out = run_cli("ledger", "promise", file, "strict", "--epsilon", 0.01, "--delta", 1e-5).stdout
-    assert "exceeded" in out
+    out = run_cli("ledger", "promise", file, "strict", "--epsilon", 0.01, "--delta", 1e-5, "--yes").stdout
+    assert "No further round" in out
+
+
+@pytest.fixture
+def charged(file):
+    """A ledger in which the group strict has a budget and was charged for seven rounds."""
+    with Ledger(file) as ledger:
+        ledger.promise("strict", 3.0, 1e-5)
+        ledger.begin("first", MECHANISM)
+        ledger.charge("first", privacy_costs(MECHANISM, 7))
+    return file
+
+
+def promise_of(file, group: str = "strict") -> Budget | None:
+    with Ledger(file, read_only=True) as ledger:
+        return ledger.budget(group)
+
+
+def test_a_dry_run_changes_nothing(run_cli, charged, tmp_path):
+    round_cost = privacy_costs(MECHANISM)["strict"]
+    left = rounds_left([round_cost._replace(rounds=7)], round_cost, Budget(2.0, 1e-5))
+    before = charged.read_bytes()
+    arguments = ("ledger", "promise", charged, "strict", "--delta", 1e-5, "--dry-run")
+    out = " ".join(run_cli(*arguments, "--epsilon", 2).stdout.split())
+    assert f"with {left} rounds left" in out
+    assert "instead of epsilon 3 at delta 1e-05" in out
+    assert "No further round" in run_cli(*arguments, "--epsilon", 0.01).stdout  # asks for nothing
+    assert run_cli(*arguments, "--epsilon", 4).code == 2  # as without --dry-run
+    assert charged.read_bytes() == before
+    assert run_cli("ledger", "promise", tmp_path / "new", "a", "--epsilon", 1, "--delta", 0.1, "--dry-run").code == 0
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_budget_that_ends_a_group_is_confirmed(run_cli, run_refused, charged, monkeypatch):
+    arguments = ("ledger", "promise", charged, "strict", "--epsilon", 0.01, "--delta", 1e-5)
+    assert "--yes" in run_refused(*arguments)  # nobody can be asked
+    monkeypatch.setattr("fedhdp.cli.ledger._can_ask", lambda: True)
+    for answer, code, epsilon in ((False, 1, 3.0), (True, 0, 0.01)):
+        monkeypatch.setattr("typer.confirm", lambda question, answer=answer: answer)
+        assert run_cli(*arguments).code == code
+        assert promise_of(charged).epsilon == epsilon
+
+
+def test_a_budget_without_end_is_not_confirmed(run_cli, charged, monkeypatch):
+    monkeypatch.setattr("typer.confirm", lambda question: pytest.fail(question))
+    assert run_cli("ledger", "promise", charged, "strict", "--epsilon", 2, "--delta", 1e-5).code == 0
+
+
+def test_an_unknown_group_is_refused_unless_new(run_cli, run_refused, charged):
+    arguments = ("ledger", "promise", charged, "strct", "--epsilon", 2, "--delta", 1e-5)
+    assert "'strct'" in run_refused(*arguments)
+    assert "'strct'" in run_refused(*arguments, "--dry-run")
+    with Ledger(charged, read_only=True) as ledger:
+        assert ledger.groups() == ("open", "strict")
+    assert run_cli(*arguments, "--new").code == 0
+    assert promise_of(charged, "strct") == Budget(2.0, 1e-5)
 
 
 def test_mixed_sampling_has_a_note_and_no_epsilon(run_json, file):

@@ -24,7 +24,7 @@ def test_levels_errors_and_costs(run_cli):
 def test_noise_is_never_rounded_down(run_cli, run_json):
     text = run_cli(*PLAN).stdout
     for level in run_json(*PLAN)["levels"][1:]:
-        (noise,) = re.findall(rf"{level['name']} +\S+ +\S+ +\S+ +(\S+)", text.partition("Expected error")[0])
+        (noise,) = re.findall(rf"{level['name']} +\S+ +\S+ +\S+ +\S+ +(\S+)", text.partition("Expected error")[0])
         assert level["noise_multiplier"] <= float(noise) < level["noise_multiplier"] + 1e-3
 
 
@@ -65,6 +65,43 @@ def test_invalid_level(run_refused, level, field, value):
     err = run_refused("plan", "--level", level)
     assert field in err
     assert value in err
+
+
+SETS = ("--compare", "now=none:inf:5%,strict:2:95%", "--compare", "none:inf:5%,mild:8:50%,strict:2:45%")
+
+
+def test_compare(run_cli, run_json):
+    plans = run_json("plan", *SETS, "--level", "all:4:1")["plans"]
+    assert list(plans) == ["levels", "now", "set 3"]
+    assert [level["name"] for level in plans["set 3"]["levels"]] == ["none", "mild", "strict"]
+    alone = run_json("plan", "--level", "none:inf:5%", "--level", "strict:2:95%")
+    assert plans["now"] == alone
+    text = run_cli("plan", *SETS).stdout
+    for plan in (plans["now"], plans["set 3"]):
+        assert f"{plan['error_estimates']['fedhdp']['error']:.3g}" in text
+
+
+def test_noise_by_the_accountant_of_a_ledger(run_cli, run_json):
+    document = run_json("plan", "--level", "none:inf:5%", "--level", "strict:2:95%", "--accountant", "rdp")
+    assert document["accountant"] == "rdp"
+    text = run_cli("plan", "--level", "none:inf:5%", "--level", "strict:2:95%", "--accountant", "rdp", "--toml").stdout
+    experiment = from_toml(text, "plan.toml")
+    assert experiment.build_mechanism() == msgspec.convert(document["mechanism"], Mechanism)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ((), "--level"),
+        (("--compare", "a:1:1"), "--compare"),
+        (("--compare", "a:1:1", "--compare", "b:1"), "'b:1'"),
+        (("--compare", "x=a:1:1", "--compare", "x=b:1:1"), "'x'"),
+        (("--compare", "a:1:1", "--compare", "b:1:1", "--toml"), "--toml"),
+        (("--compare", "a:1:1", "--compare", "b:1:50%"), "shares"),
+    ],
+)
+def test_invalid_sets(run_refused, arguments, field):
+    assert field in run_refused("plan", *arguments)
 
 
 def test_json_and_toml_exclude_each_other(run_refused):

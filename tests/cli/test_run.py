@@ -84,7 +84,9 @@ def test_bad_options_exit_2_and_write_nothing(tmp_path):
         ("run", TINY, "--rounds", -3, *out): ("rounds", "-3"),
         ("run", TINY, "--seed", -1, *out): ("seed", "-1"),
         ("run", "--resume", tmp_path): (str(tmp_path), "no run"),
-        ("run", "--resume", tmp_path, "--rounds", 5): ("--resume",),
+        ("run", "--resume", tmp_path, "--rounds", 5): (str(tmp_path), "no run"),
+        ("run", "--resume", tmp_path, "--seed", 5): ("--resume",),
+        ("run", TINY, "--allow-more-epsilon", *out): ("--allow-more-epsilon",),
         ("run", "--resume", tmp_path, "--seeds", 5): ("--seeds", "--resume"),
         ("run", TINY, "--ledger", bad, *out): ("bad.toml", "ledger"),
     }

@@ -136,12 +136,12 @@ def test_tables_of_the_page(ask):
 
 
 def test_names_on_the_page_exist():
-    parts = [f"fedhdp.theory.{path.stem}" for path in Path(lr.__file__).parent.glob("[a-z]*.py")]
-    parts += [f"fedhdp.reproduction.theory.{name}" for name in ("figures", "general", "monte_carlo", "tables")]
-    parts += [
+    parts = [
         "fedhdp.models",
         *(f"fedhdp.datasets.{path.stem}" for path in Path(datasets.__path__[0]).glob("[a-z]*.py")),
     ]
+    parts += [f"fedhdp.theory.{path.stem}" for path in Path(lr.__file__).parent.glob("[a-z]*.py")]
+    parts += [f"fedhdp.reproduction.theory.{name}" for name in ("figures", "general", "monte_carlo", "tables")]
     modules = [importlib.import_module(name) for name in parts]
     by_name = {module.__name__.rpartition(".")[2]: module for module in modules}
     quoted = set(re.findall(r"(?<!`)`([A-Za-z_0-9.]+)(?:\(.*?\))?`(?!`)", PAGE)) - WORDS

@@ -28,3 +28,10 @@ def test_sheet(monkeypatch, tmp_path):
 
     run_example(monkeypatch, "sheet.py", tmp_path / "sheet.png")
     assert image.imread(tmp_path / "sheet.png").shape[:2] == (7 * 28, 27 * 28)
+
+
+@pytest.mark.slow
+def test_sequences(monkeypatch, capsys):
+    run_example(monkeypatch, "sequences.py", 2)
+    table = capsys.readouterr().out
+    assert [name for name in ("Non-Private", "DP-FedAvg", "FedHDP", "ε strict") if name not in table] == []

@@ -146,7 +146,7 @@ def test_personal_models_on_disk_are_deleted_at_the_end(finished_run, tmp_path, 
         return progress.round != 6
 
     with pytest.raises(Interrupted):
-        run(tiny(), directory, watch)
+        run(tiny(keep_checkpoint=False), directory, watch)
     resume(directory, keep_going)
     assert files[-1]
     assert not list(directory.rglob("personal.bin"))

@@ -38,7 +38,7 @@ def test_history_ends_in_the_summary(finished_run):
         last["private", "personal", "accuracy_worst_decile"]
         == variant.groups[1].values["personal/accuracy_worst_decile"]
     )
-    assert not (finished_run / "fedhdp" / "checkpoint.npz").exists()
+    assert not (finished_run / "fedhdp" / "checkpoint.npz").exists()  # it is beside the first variant of the simulation
     names = {f"global/{layer}/{array}" for layer in ("first", "rest") for array in "bw"}
     assert set(read_arrays(finished_run / "fedhdp" / "model.npz")) == names
 

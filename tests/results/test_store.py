@@ -155,6 +155,7 @@ def test_store_works_without_fcntl(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "fcntl", None)
     spec = importlib.util.spec_from_file_location("portable_store", store.__file__)
     portable = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "portable_store", portable)  # where types of fields are looked up
     spec.loader.exec_module(portable)
     assert portable.fcntl is None
     with portable.RunDirectory.create(tmp_path / "run", b"") as run:

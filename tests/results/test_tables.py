@@ -87,3 +87,23 @@ def test_empty_table_is_refused():
 def test_variants_must_have_the_same_groups():
     with raises_field("groups of 'plain'"):
         table_cells([variant(), variant(group("c"), group("b"))])
+
+
+def test_epsilon_asked_beside_epsilon_had():
+    had = [group("a", epsilon=2.961, epsilon_target=3.0), group("b", epsilon=0.5, epsilon_target=math.inf)]
+    groups = [replace(value, unprotected=False) for value in had]
+    _, (row,) = table_cells([variant(*groups)])
+    assert row[-2:] == ["∞ → 0.50", "3 → 2.97"]
+    groups = [group("a", epsilon=math.inf, epsilon_target=3.0), group("b", epsilon=math.inf, epsilon_target=math.inf)]
+    _, (row,) = table_cells([variant(*groups)])
+    assert row[-2:] == ["∞", "3 → ∞"]
+
+
+def test_footnotes_say_why_a_group_has_more_privacy():
+    covered = replace(group("a", epsilon=1.0, epsilon_target=3.0, surplus="why"), unprotected=False)
+    strictest = replace(group("b", epsilon=1.0, epsilon_target=3.0), unprotected=False)
+    notes = footnotes([variant(covered), replace(variant(strictest), name="same for all", algorithm="dp_fedavg")])
+    assert notes[0] == "ε: asked for → had"
+    assert [note for note in notes if "why" in note and note.endswith("[plain]")]
+    assert [note for note in notes if "strictest" in note and note.endswith("[same for all]")]
+    assert not [note for note in footnotes([variant()]) if "asked" in note]

@@ -64,7 +64,8 @@ def model():
 NESTEROV = optax.sgd(0.5, momentum=0.5, nesterov=True)
 
 
-# The mechanism: groups take the clients in order. `calibrate` computes each group's noise from its epsilon.
+# The mechanism: a clinic is in the group of its level's name; as these data have no levels, the simulation's seed draws
+# who is in which group. `calibrate` computes each group's noise from its epsilon.
 groups = [PrivacyGroup(name, 200, 0.0, sampling_rate=0.2, pull=0.1) for name in ("none", "some", "strong")]
 mechanism = Mechanism(tuple(groups), clip=AdaptiveClip(initial=1.0))
 mechanism = calibrate(mechanism, {"some": 8.0, "strong": 2.0}, ROUNDS, DELTA)

@@ -129,6 +129,8 @@ class FederatedData(NamedTuple):
         input_scale: Inputs are multiplied by it, as floats. None: floats reach the model as they are, integers as integers.
         class_names: The names of the classes. None: not known.
         preparation: How columns became inputs, and whose statistics that took.
+        server_has_client_data: Whether the server's test set consists of clients' examples, so that what it measures is as
+            private as what clients measure.
     """
 
     name: str
@@ -143,6 +145,7 @@ class FederatedData(NamedTuple):
     input_scale: float | None = None
     class_names: tuple[str, ...] | None = None
     preparation: str = ""
+    server_has_client_data: bool = False
 
     @property
     def num_clients(self) -> int:
@@ -218,7 +221,8 @@ class FederatedData(NamedTuple):
         if server_rows:
             server_part = (other_x[-1], other_y[-1])
         ids, levels = rows.client_ids, rows.levels
-        return cls(name, train, test_part, *server_part, classes, None, ids, levels, input_scale, class_names)
+        data = cls(name, train, test_part, *server_part, classes, None, ids, levels, input_scale, class_names)
+        return data._replace(server_has_client_data=not server_rows and len(server_part[1]) > 0)
 
     @classmethod
     def from_dataframe(
@@ -347,6 +351,29 @@ class FederatedData(NamedTuple):
         rng = np.random.default_rng([seed, 0, 2])  # stream 0 is the data's; its stream 1 draws the validation examples
         index_K[rng.permutation(np.flatnonzero(index_K < 0))] = np.repeat(drawn, [counts[names[i]] for i in drawn])
         return self._replace(levels=np.array(names)[index_K])
+
+    def level_indices(self, names: Sequence[str]) -> np.ndarray:
+        """The index of each client's level among these names of groups.
+
+        Raises:
+            DataError: If a level is not among them, or one of them is no client's level.
+        """
+        if self.levels is None or len(self.levels) != self.num_clients:
+            count = 0 if self.levels is None else len(self.levels)
+            message = f"there are {count} levels, but the data has {self.num_clients} clients"
+            raise DataError(message, "levels", count)
+        levels, index_K = np.asarray(self.levels).astype(str), np.full(self.num_clients, -1, np.int32)
+        for index, name in enumerate(names):
+            index_K[levels == name] = index
+        if (index_K < 0).any():
+            client = int(np.argmin(index_K))
+            message = f"client {str(self.ids[client])!r} has the level {str(levels[client])!r}, which is no group's"
+            raise DataError(f"{message}: groups are {', '.join(names)}", "levels", str(levels[client]))
+        for name, count in zip(names, np.bincount(index_K, minlength=len(names)), strict=True):
+            if count == 0:
+                message = f"group {name!r} has no client: levels of the data are {', '.join(np.unique(levels))}"
+                raise DataError(message, "groups", name)
+        return index_K
 
 
 def hold_out(data: FederatedData, share: float, seed: int) -> FederatedData:

@@ -218,7 +218,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The privacy groups, and how updates are sampled, clipped, noised and weighted.
 
     Args:
-        groups: The privacy groups. They take the clients of a data set in order: the first group the first clients.
+        groups: The privacy groups. A client of a data set is in the group of its level's name.
         clip: The norm to which updates are clipped: fixed, adaptive, or one for each layer.
         noise: "shared" adds one noise, large enough for the group that requires most. "per_group" adds one noise for each
             group, as the paper has it, so that each group's own sum could be released too.
@@ -278,11 +278,6 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max((group.noise_multiplier for group in self.sampled_groups), default=0.0)
 
     @property
-    def client_group_indices(self) -> NDArray[np.int32]:
-        """The index of each client's group."""
-        return np.repeat(np.arange(len(self.groups), dtype=np.int32), [group.clients for group in self.groups])
-
-    @property
     def without_pulls(self) -> Mechanism:
         """The mechanism as the server sees it: personal models, and so pulls, never reach the server."""
         return replace(self, groups=tuple(replace(group, pull=0.0) for group in self.groups))
@@ -290,7 +285,12 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def cohort_distribution(self) -> tuple[object, ...]:
         """What decides who is sampled: mechanisms with the same value can draw the same cohorts."""
-        return self.sampling, tuple((group.clients, group.sampling_rate) for group in self.groups)
+        return self.sampling, self.group_sizes, tuple(group.sampling_rate for group in self.groups)
+
+    @property
+    def group_sizes(self) -> tuple[tuple[str, int], ...]:
+        """The name and the number of clients of each group."""
+        return tuple((group.name, group.clients) for group in self.groups)
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -214,7 +214,9 @@ def _resolve(metric: str | Callable[..., Any] | Metric, loss: Callable[[Array, A
         return Metric("loss", _loss_metric(loss), higher_is_better=False)
     if isinstance(metric, str):
         if metric not in BUILT_IN:
-            raise ModelError(f"metrics must be of {', '.join(NAMES)} or functions, got {metric!r}", "metrics", metric)
+            raise ModelError(
+                f"metrics must be one of {', '.join(NAMES)}, or functions, got {metric!r}", "metrics", metric
+            )
         return BUILT_IN[metric]
     if not isinstance(metric, Metric):
         metric = Metric(getattr(metric, "__name__", ""), metric)

@@ -2,12 +2,8 @@
 
 A ``Model`` is a frozen pair of pure functions, ``init(key) -> parameters`` and ``apply(parameters, x_N, key) ->
 outputs``, with a loss for each example and metrics. ``key`` is None in evaluation; in local training it is there for
-dropout. Any pytree of float arrays serves as parameters, so a model from plain JAX is ready as it is, and one from Flax
-needs two lines:
-
-    net = MyModule()                                        # a flax.linen.Module
-    model = Model(init=lambda key: net.init(key, jnp.zeros((1, 28, 28))),
-                  apply=lambda parameters, x_N, key: net.apply(parameters, x_N))
+dropout. Any pytree of float arrays serves as parameters, so a model from plain JAX is ready as it is; ``adapters.py`` makes
+models of modules of Flax, Equinox and Haiku.
 
 A model whose first layer is dense is best made with ``dense_first``: the engine can then train it by low-rank updates
 (see ``engine/low_rank.py``), which is the same mathematics for a fraction of the arithmetic.

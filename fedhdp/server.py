@@ -14,7 +14,7 @@ Axis letters: C clients, G groups, L layers, P parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, TypeAlias
@@ -99,21 +99,26 @@ class Sums(NamedTuple):
     refused_G: Array  # number of updates that are not finite
 
 
-def sample_cohort(mechanism: Mechanism, rng: np.random.Generator) -> IntArray:
+def sample_cohort(mechanism: Mechanism, members_G: Sequence[IntArray], rng: np.random.Generator) -> IntArray:
     """Sample the cohort C^t: every client by its own coin, or a fixed number from each group.
 
     Args:
         mechanism: The groups, their sampling rates and the sampling scheme.
+        members_G: The numbers of each group's clients.
         rng: A secret generator, unless no group is private.
 
     Returns:
-        The sampled clients in ascending order; groups have the clients in order.
+        The sampled clients in ascending order.
+
+    Raises:
+        InvalidValueError: If a group does not have as many members as the mechanism states.
     """
-    cohort, first, fixed = [], 0, mechanism.sampling == "fixed"
-    for group in mechanism.groups:
+    cohort, fixed = [], mechanism.sampling == "fixed"
+    for group, members in zip(mechanism.groups, members_G, strict=True):
+        rule = f"{len(members)}, the number of its members"
+        require(group.clients == len(members), f"clients of {group.name!r}", group.clients, rule)
         size = mechanism.expected_cohort_size(group) if fixed else rng.binomial(group.clients, group.sampling_rate)
-        cohort.append(first + rng.choice(group.clients, int(size), replace=False, shuffle=False))
-        first += group.clients
+        cohort.append(members[rng.choice(group.clients, int(size), replace=False, shuffle=False)])
     return np.sort(np.concatenate(cohort))
 
 

@@ -23,10 +23,11 @@ from fedhdp.devices import use_cpu_cores
 from fedhdp.engine.checks import check_data, check_metrics
 from fedhdp.engine.evaluation import Evaluation, model_metrics
 from fedhdp.engine.examples import engine_config, make_example_store, make_gram_matrices
+from fedhdp.engine.groups import client_groups, members_by_group
 from fedhdp.engine.personal_store import StateArrays, make_personal_store
 from fedhdp.engine.placement import Placement, make_slot_table
 from fedhdp.engine.round import Engine, EngineConfig, ExampleArrays, RoundParamsBatch
-from fedhdp.errors import DataError, ModelError, RunError, require
+from fedhdp.errors import ModelError, RunError, require
 from fedhdp.mechanism import Mechanism, ScheduledMechanism, mechanism_at
 from fedhdp.models import Array, Model, Parameters, parameter_sizes
 from fedhdp.results.metrics import MetricRow, clip_rows, evaluation_rows, round_rows
@@ -51,7 +52,8 @@ class Simulation:
     is one global training: mechanisms that differ in their pulls alone share it, noise included.
 
     Args:
-        data: Every client's examples. A mechanism's groups take the clients in order.
+        data: Every client's examples. A client is in the group of its level's name; where the data has no levels, the seed
+            draws them by the groups' numbers of clients.
         model: The network.
         mechanisms: One mechanism, or several that draw the same cohorts. Each may be a function that returns the mechanism
             of a round, the first round being 0. It depends on the round alone, and groups and first clips stay the same.
@@ -64,11 +66,12 @@ class Simulation:
 
     Raises:
         InvalidValueError: If a seed is out of range, or the mechanisms do not draw the same cohorts.
-        DataError: If the groups do not have as many clients as the data, or the data does not fit the model.
+        DataError: If the data's levels are not the groups, or not of as many clients, or the data does not fit the model.
 
     Attributes:
         round: The number of completed rounds.
         server_state: The server's state of every run.
+        group_K: Each client's group, as an index into the mechanism's groups.
         participated_K: The clients who have taken part in a round, and so have personal models.
         metrics: What is measured on test examples.
         schedules: The mechanisms as they were given: each a mechanism, or a function of the round.
@@ -100,11 +103,12 @@ class Simulation:
         trainings = [getattr(schedule, "without_pulls", schedule) for schedule in self.schedules]
         runs = list(dict.fromkeys(trainings))
         self.run_of = [runs.index(training) for training in trainings]  # each mechanism's run
-        self.set_mechanisms([mechanism_at(schedule, 0) for schedule in self.schedules])
+        first_mechanisms = [mechanism_at(schedule, 0) for schedule in self.schedules]
+        self._group_sizes = first_mechanisms[0].group_sizes
+        self.set_mechanisms(first_mechanisms)
         self._first_mechanisms, self._scheduled_round = self._mechanisms, 0
-        if (clients := self.mechanism.clients) != data.num_clients:
-            message = f"groups have {clients} clients in total, the data has {data.num_clients}"
-            raise DataError(message, "groups", clients)
+        self.group_K = client_groups(data, self.mechanism, seed)
+        self._members_G = members_by_group(self.group_K, len(self.mechanism.groups))
         check_data(data, model)
         metrics = model_metrics(model)
         check_metrics(data, model, metrics)
@@ -113,7 +117,6 @@ class Simulation:
         sizes = parameter_sizes(jax.eval_shape(model.init, jax.random.key(0)))
         config = config._replace(layers=server.make_layers(self.mechanism, sizes))
         self.engine = _engine(model, self.training, self.server_optimizer, config)
-        self.group_K = self.mechanism.client_group_indices
         personalize = self.training.personalize
         self.placement = Placement(self.engine, self.mechanism, data.train.count_K, by_owner=personalize)
         self.examples = make_example_store(self.engine, data.train, self.engine.config.sizes[-1])
@@ -141,8 +144,6 @@ class Simulation:
             return
         mechanisms = [mechanism_at(schedule, round) for schedule in self.schedules]
         for mechanism, first in zip(mechanisms, self._first_mechanisms, strict=True):
-            same_groups = [(g.name, g.clients) for g in mechanism.groups] == [(g.name, g.clients) for g in first.groups]
-            require(same_groups, "groups", round + 1, "the same, with as many clients, in every round")
             same_clip = np.array_equal(mechanism.initial_clip, first.initial_clip)
             require(same_clip, "clip", round + 1, "the same at first in every round: the server moves it")
         self.set_mechanisms(mechanisms)
@@ -154,7 +155,7 @@ class Simulation:
         Where mechanisms are functions of the round, for the next round.
 
         Raises:
-            InvalidValueError: If they are not as many, do not draw the same cohorts or do not have the same runs.
+            InvalidValueError: If they are not as many, do not draw the same cohorts, or have other groups or runs.
         """
         cohorts = {mechanism.cohort_distribution for mechanism in mechanisms}
         require(len(cohorts) == 1, "mechanisms", len(cohorts), "such that all draw the same cohorts")
@@ -162,6 +163,8 @@ class Simulation:
         require(len(layers) == 1, "mechanisms", len(layers), "such that all clip the same layers")
         require(len(mechanisms) == len(self.run_of), "mechanisms", len(mechanisms), f"{len(self.run_of)}, as there are")
         for mechanism in mechanisms:
+            rule = f"of the groups {self._group_sizes}"  # the clients keep their groups
+            require(mechanism.group_sizes == self._group_sizes, "mechanisms", mechanism.group_sizes, rule)
             self.training.check(mechanism)
         trained = dict(zip(self.run_of, (mechanism.without_pulls for mechanism in mechanisms), strict=True))
         shared = all(trained[run] == m.without_pulls for run, m in zip(self.run_of, mechanisms, strict=True))
@@ -225,7 +228,7 @@ class Simulation:
             words = [self.seed]
         else:
             words = os_entropy(4).tolist()
-        return server.sample_cohort(self.mechanism, np.random.default_rng([*words, COHORT, round]))
+        return server.sample_cohort(self.mechanism, self._members_G, np.random.default_rng([*words, COHORT, round]))
 
     def run_round(self) -> None:
         """Run one round. It returns when the round is dispatched; at most one round is being computed before it."""

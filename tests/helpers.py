@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,11 @@ def mechanism_of(*groups: tuple[int, float, float], rate: float = 0.5, **others:
     """A mechanism from (clients, noise multiplier, weight) for each group."""
     members = tuple(PrivacyGroup(f"group {i}", n, z, rate, r, pull=0.1 + 0.2 * i) for i, (n, z, r) in enumerate(groups))
     return Mechanism(members, **({"clip": AdaptiveClip(initial=0.3)} | others))  # type: ignore[arg-type]
+
+
+def group_by_group(mechanism: Any) -> np.ndarray:
+    """Levels of clients who stand one group after the other."""
+    return np.repeat([group.name for group in mechanism.groups], [group.clients for group in mechanism.groups])
 
 
 @st.composite

@@ -96,10 +96,14 @@ def train(data: FederatedData, mechanism: Mechanism, training: LocalTraining, ne
     adaptive = mechanism.clip if getattr(mechanism.clip, "learning_rate", 0) > 0 else None
     layers = layers_of(mechanism, flat(theta).size, network)
     S = [clip for _, clip in layers]
-    group_of = [j for j, group in enumerate(mechanism.groups) for _ in range(group.clients)]
+    levels = data.levels
+    if levels is None:
+        levels = data.draw_levels({group.name: group.clients for group in mechanism.groups}, seed).levels
+    group_of = [[group.name for group in mechanism.groups].index(level) for level in levels]
+    members = [np.array([k for k, i in enumerate(group_of) if i == j]) for j in range(len(mechanism.groups))]
     for t in range(rounds):
         eta, eta_p = training.rates(t)
-        cohort = sample_cohort(mechanism, np.random.default_rng([noise_seed, COHORT, t]))
+        cohort = sample_cohort(mechanism, members, np.random.default_rng([noise_seed, COHORT, t]))
         batch_key = jax.random.wrap_key_data(stream(seed, BATCHES, t))
         sums = [np.zeros(flat(theta).size) for _ in mechanism.groups]
         bits, came = [], [0 for _ in mechanism.groups]

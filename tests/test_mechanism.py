@@ -96,10 +96,6 @@ def test_single_precision_never_reduces_the_noise(mechanism):
     assert float(params.bit_noise_stddev) >= mechanism.bit_noise_stddev
 
 
-def test_groups_take_the_clients_in_order():
-    np.testing.assert_array_equal(mechanism_of((2, 0.0, 1.0), (3, 1.0, 1.0)).client_group_indices, [0, 0, 1, 1, 1])
-
-
 NAN = float("nan")
 
 

@@ -169,7 +169,7 @@ def test_denominator_is_public():
 
 def test_denominator_of_fixed_cohorts_is_the_cohort():
     fixed = mechanism_of((50, 0.0, 1.0), (55, 1.5, 0.1), rate=0.1, sampling="fixed")
-    group_C = fixed.client_group_indices[sample_cohort(fixed, np.random.default_rng(0))]
+    group_C = np.repeat([0, 1], [50, 55])[sample_cohort(fixed, halves(50, 105), np.random.default_rng(0))]
     size_0, size_1 = (group_C == 0).sum(), (group_C == 1).sum()
     assert (size_0, size_1) == (5, 6)
     noiseless = fixed.round_params._replace(update_noise_stddev=np.float32(0))
@@ -188,12 +188,28 @@ def test_group_that_is_never_sampled_has_no_division_by_zero():
         assert float(clip) == pytest.approx(9.0)
 
 
+def halves(middle: int, end: int) -> list[np.ndarray]:
+    """The numbers of the clients of two groups."""
+    return [np.arange(middle), np.arange(middle, end)]
+
+
+def test_cohorts_are_of_the_members():
+    """A group's sampling rate is its members', wherever these stand; a wrong number of them is refused."""
+    mechanism = mechanism_of((3, 0.0, 1.0), (2, 1.0, 1.0))
+    only_first = replace(mechanism, groups=(mechanism.groups[0], replace(mechanism.groups[1], sampling_rate=0.0)))
+    only_first = replace(only_first, groups=(replace(only_first.groups[0], sampling_rate=1.0), only_first.groups[1]))
+    members_G = [np.array([4, 0, 2]), np.array([3, 1])]
+    assert sample_cohort(only_first, members_G, np.random.default_rng(0)).tolist() == [0, 2, 4]
+    with raises_field("clients of 'group 0'"):
+        sample_cohort(mechanism, members_G[::-1], np.random.default_rng(0))
+
+
 def test_poisson_sampling_is_independent():
     mechanism = replace(MECHANISM, groups=(MECHANISM.groups[0], replace(MECHANISM.groups[1], sampling_rate=0.6)))
     rng = np.random.default_rng(0)
     sampled_RK = np.zeros((4000, 100))
     for row in sampled_RK:
-        row[sample_cohort(mechanism, rng)] = 1
+        row[sample_cohort(mechanism, halves(50, 100), rng)] = 1
     rate_K = np.repeat([0.2, 0.6], 50)
     assert np.abs(sampled_RK.mean(0) - rate_K).max() < 5 * 0.5 / math.sqrt(4000)
     for group in (slice(0, 50), slice(50, 100)):
@@ -206,14 +222,14 @@ def test_poisson_sampling_is_independent():
 def test_fixed_cohorts_have_one_size_and_no_duplicates():
     mechanism = replace(MECHANISM, sampling="fixed")
     for seed in range(20):
-        cohort = sample_cohort(mechanism, np.random.default_rng(seed))
+        cohort = sample_cohort(mechanism, halves(50, 100), np.random.default_rng(seed))
         assert len(cohort) == len(set(cohort)) == 20
         assert (cohort < 50).sum() == 10  # of each group as many in every round
 
 
 def test_sampling_from_a_million_clients():
     large = mechanism_of((500_000, 0.0, 1.0), (500_000, 1.0, 1.0), rate=0.001)
-    cohort = sample_cohort(large, np.random.default_rng(0))
+    cohort = sample_cohort(large, halves(500_000, 1_000_000), np.random.default_rng(0))
     assert 800 < len(cohort) < 1200
     assert len(set(cohort)) == len(cohort)
     assert cohort.max() > 500_000

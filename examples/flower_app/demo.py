@@ -20,7 +20,6 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 from fleet import Fleet, FleetError
 
 APP = Path(__file__).parent

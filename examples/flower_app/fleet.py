@@ -22,6 +22,7 @@ START_SECONDS = 300  # a machine with too much to do is slow to start a process
 COMMAND_SECONDS = 300
 STATUS_EVERY_SECONDS = 10  # the command that tells a run's status takes a second of CPU time
 EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Exit)\b.*", re.MULTILINE)
+WAITING = re.compile("waiting for .*")  # how fedhdp's server says what it waits for
 COLOR = re.compile(r"\x1b\[\d+m")
 
 
@@ -107,12 +108,12 @@ class Fleet:
         log = self.log(name)
         return COLOR.sub("", log.read_text(errors="replace")) if log.exists() else ""
 
-    def reason(self, name: str) -> str:
-        """Why a process failed: the last exception in its log, or its last line, and where the log is."""
+    def reason(self, name: str, pattern: re.Pattern = EXCEPTION) -> str:
+        """Why a process fails: what matches last in its log, or the log's last line, and where the log is."""
         text = self.log_text(name)
-        exceptions = [match.group() for match in EXCEPTION.finditer(text)]
+        matches = [match.group() for match in pattern.finditer(text)]
         lines = [line.strip() for line in text.splitlines() if line.strip()] or ["nothing"]
-        return f"{(exceptions or lines)[-1]} (log: {self.log(name)})"
+        return f"{(matches or lines)[-1]} (log: {self.log(name)})"
 
     def superlink(self, *options: str) -> None:
         """Start the SuperLink and wait until it serves."""
@@ -246,7 +247,7 @@ class Fleet:
             if time.monotonic() > checked + seconds:
                 previous, progress, checked = progress, self._progress(), time.monotonic()
                 if progress == previous:
-                    reason = f": {self.reason(log)}" if log else ""
+                    reason = f": {self.reason(log, WAITING)}" if log else ""
                     raise FleetError(f"no progress for {seconds:g} s in waiting for {description}{reason}")
             time.sleep(0.2)
 

@@ -148,8 +148,9 @@ def _account_named(name: str, rounds: int | None, delta: float | None, tuning: T
 def _account_experiment(experiment: Experiment, tuning: Tuning | None, json: bool) -> None:
     from fedhdp.privacy.reports import account_mechanisms
 
-    mechanism = experiment.build_mechanism()
-    mechanisms = experiment.variant_mechanisms(mechanism)
+    data = experiment.load_if_needed()
+    mechanism = experiment.build_mechanism(data)
+    mechanisms = experiment.variant_mechanisms(mechanism, data)
     unstated = {config.name for config in experiment.mechanism.groups if config.weight is None}
     weights = {group.name: group.weight for group in mechanism.sampled_groups if group.name in unstated}
     variants = [(variant.name, mechanism) for variant, mechanism in zip(experiment.variants, mechanisms, strict=True)]

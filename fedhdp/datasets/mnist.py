@@ -7,7 +7,7 @@ client's test examples are drawn from the test images of its digit, independentl
 state their number; its variances across clients (0.13 at 94% accuracy) imply about 50 or more, and 100 is the default.
 ``by_writer`` gives each client the images of one writer, nine tenths of them for training.
 
-The seed shuffles the order of the clients, so that the first group is a random one; in ``skewed`` all of it holds a 7.
+The seed shuffles the order of the clients; in ``skewed`` the first ones hold a 7.
 
 Axis letters: K clients, M examples of a client, N examples.
 """

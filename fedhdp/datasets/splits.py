@@ -50,7 +50,7 @@ def group_by_client(x_N: np.ndarray, y_N: np.ndarray, client_N: np.ndarray, num_
 def shuffle_clients(
     name: str, train: Examples, test: Examples, classes: int, clients: int | None, rng: np.random.Generator
 ) -> FederatedData:
-    """Draw clients in random order, so that any group of consecutive clients is a random one.
+    """Draw clients in random order.
 
     Args:
         name: The name of the data.
@@ -75,4 +75,5 @@ def shuffle_clients(
     count_K = test.count_K[order_K]
     rows_N = np.repeat(test.start_K[order_K], count_K) + index_in_client(count_K)
     test = examples(test.x_N[rows_N], test.y_N[rows_N].astype(np.int32), count_K)
-    return FederatedData(name, train, test, test.x_N, test.y_N, classes, input_scale=1 / 255)
+    data = FederatedData(name, train, test, test.x_N, test.y_N, classes, input_scale=1 / 255)
+    return data._replace(server_has_client_data=True)

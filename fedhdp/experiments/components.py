@@ -24,6 +24,7 @@ from fedhdp.data import FederatedData, hold_out
 from fedhdp.datasets import Split
 from fedhdp.errors import ConfigError, DataError, ModelError, require
 from fedhdp.experiments.file_data import ArraysData, TableData
+from fedhdp.experiments.groups import skewed_clients, with_skewed_levels
 from fedhdp.models import Model, cnn, linear, mlp
 from fedhdp.privacy.calibration import MechanismConfig
 
@@ -110,12 +111,13 @@ class HandwritingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         """Render the data; in the skewed split, the clients of the first group hold one digit."""
         from fedhdp.datasets import make_handwriting, tff_client_sizes
 
-        skewed = mechanism.groups[0].clients if self.split == "skewed" else 0
+        skewed = skewed_clients(mechanism, self.clients) if self.split == "skewed" else 0
         numbers = (self.clients, self.samples, self.test_samples, self.server_test)
         sizes, test_sizes = None, None
         if self.sizes == "tff":
             sizes, test_sizes = (size_K[: self.clients].tolist() for size_K in tff_client_sizes(self.classes, seed))
         data = make_handwriting(*numbers, self.split, self.classes, skewed, sizes, seed, test_sizes)
+        data = with_skewed_levels(data, mechanism, skewed, seed) if skewed else data
         return hold_out(data, self.validation, seed)
 
 
@@ -132,8 +134,9 @@ class MnistConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         """Read the data; in the skewed split, the clients of the first group hold a 7."""
         from fedhdp.datasets import load_mnist
 
-        skewed = mechanism.groups[0].clients if self.split == "skewed" else 0
+        skewed = skewed_clients(mechanism, self.clients) if self.split == "skewed" else 0
         data = load_mnist(self.split, self.clients, skewed, self.samples, self.test_samples, seed)
+        data = with_skewed_levels(data, mechanism, skewed, seed) if skewed else data
         return hold_out(data, self.validation, seed)
 
 
@@ -155,7 +158,7 @@ class FemnistConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 class PythonData(PythonFile, frozen=True, tag_field="name", tag="python"):
     """Data from a user's file."""
 
-    clients: int
+    clients: int | None = None  # how many the data has; None: any number
     validation: float = 0.0
 
     def load(self, mechanism: MechanismConfig, seed: int) -> FederatedData:
@@ -168,7 +171,7 @@ class PythonData(PythonFile, frozen=True, tag_field="name", tag="python"):
         if not isinstance(data, FederatedData):
             kind = type(data).__name__
             raise DataError(f"data() of {self.file} must return a FederatedData, got {kind}", "data", kind)
-        if data.num_clients != self.clients:
+        if self.clients not in (None, data.num_clients):
             message = f"data.clients must be {data.num_clients}, as {self.file} has, got {self.clients}"
             raise DataError(message, "data.clients", self.clients)
         return hold_out(data, self.validation, seed)

@@ -14,13 +14,16 @@ from msgspec.structs import replace
 
 from fedhdp.algorithms import ALGORITHM_NAMES, ALGORITHMS
 from fedhdp.client import LocalTraining
-from fedhdp.errors import ConfigError, InvalidValueError, require
+from fedhdp.data import FederatedData
+from fedhdp.devices import use_cpu_cores
+from fedhdp.errors import ConfigError, DataError, InvalidValueError, require
 from fedhdp.experiments import components
-from fedhdp.experiments.components import DataConfig, MlpConfig, ModelConfig, PythonFile, describe_data
+from fedhdp.experiments.components import BuiltInData, DataConfig, MlpConfig, ModelConfig, PythonFile, describe_data
 from fedhdp.experiments.errors import FieldNames, config_error
 from fedhdp.experiments.file_data import DataFiles
+from fedhdp.experiments.groups import group_counts, group_sizes, with_group_levels
 from fedhdp.experiments.schedules import WeightSchedule, as_weight, weight_at
-from fedhdp.experiments.weights import count_parameters
+from fedhdp.experiments.weights import count_parameters, has_known_shape
 from fedhdp.mechanism import (
     AdaptiveClip,
     Clip,
@@ -37,6 +40,7 @@ from fedhdp.optimizers import ScheduleConfig, require_tables
 from fedhdp.privacy.accounting import Accountant, default_accountant
 from fedhdp.privacy.budget import Budget, OnBudgetExhausted
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
+from fedhdp.results.loggers import Logger, check_names, resolve_paths
 from fedhdp.results.store import EXPERIMENT_FILE, is_directory_name, slug
 from fedhdp.server import ServerOptimizer
 
@@ -137,6 +141,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         noise_seed: Seed of noise and cohorts: repeatable, not private. None draws from the operating system's entropy.
         evaluate_every: Rounds between evaluations; the last round is always evaluated.
         metrics: Names of metrics that replace the model's, built-in ones or the model's own; tables show the first.
+        loggers: Loggers, by name or with arguments (see ``results.loggers``).
         checkpoint_seconds: Seconds between checkpoints, at least.
         keep_checkpoint: Whether the final state is kept, personal models included, so that the run can be extended. None:
             where these are at most 256 MiB.
@@ -162,6 +167,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     noise_seed: int | None = None
     evaluate_every: int = 25
     metrics: tuple[str, ...] = ()
+    loggers: tuple[str | Logger, ...] = ()
     checkpoint_seconds: float = 30.0
     keep_checkpoint: bool | None = None
     delta: float = 1e-4
@@ -181,6 +187,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
         require(0 <= self.data.validation < 1, "data.validation", self.data.validation, "at least 0 and below 1")
         self._check_metrics()
+        check_names(self.loggers)
         require_tables(self.training.optimizer, "training.optimizer")
         require_tables(self.server.optimizer, "server.optimizer")
         self._check_groups()
@@ -191,16 +198,19 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _check_metrics(self) -> None:
         for name in self.metrics:
-            rule = f"of {', '.join(NAMES)}, or of a function in the model's Python file"
+            rule = f"one of {', '.join(NAMES)}, or a function of the model's Python file"
             require(name in NAMES or isinstance(self.model, PythonFile), "metrics", name, rule)
         require(len(set(self.metrics)) == len(self.metrics), "metrics", list(self.metrics), "different names")
 
     def _check_groups(self) -> None:
         names = [group.name for group in self.mechanism.groups]
-        total = sum(group.clients for group in self.mechanism.groups)
-        if not isinstance(self.data, DataFiles):
-            rule = f"groups with {self.data.clients} clients in total, as data.clients"
-            require(total == self.data.clients, "mechanism.groups", total, rule)
+        if isinstance(self.data, BuiltInData):
+            group_sizes(self.mechanism)
+        try:
+            group_counts(self.mechanism, self._clients)
+        except DataError as error:
+            message = f"mechanism.groups and data.clients disagree: {error}"
+            raise ConfigError(message, "mechanism.groups", error.value) from error
         budgets = list(self.budgets)
         require(not budgets or self.ledger is not None, "budgets", budgets, "empty without a ledger")
         for name in budgets:
@@ -211,7 +221,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(len(names) >= 1, "variants", names, "one variant or more")
         differ = len({slug(name) for name in names}) == len(names)
         require(differ, "variants", names, "variants whose names differ in letters a to z or digits")
-        base = self.mechanism.uncalibrated()
+        base = self.mechanism.uncalibrated(default_clients=1)
         for number, variant in enumerate(self.variants):
             training, _ = self.overrides(number)
             try:
@@ -243,33 +253,68 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The accountant of the run: it calibrates the noise, computes the epsilons and keeps the budgets."""
         return self.accountant or self._default_accountant
 
-    def build_mechanism(self) -> Mechanism:
+    @property
+    def _clients(self) -> int | None:
+        """The number of clients, where it is known without the data."""
+        return getattr(self.data, "clients", None)
+
+    def load_data(self) -> FederatedData:
+        """Load the data, with the level of each client.
+
+        Raises:
+            FedHDPError: If the data cannot be loaded, or their levels are not those of the groups.
+        """
+        use_cpu_cores()  # before the data may use JAX
+        return with_group_levels(self.data.load(self.mechanism, self.seed), self.mechanism, self.seed)
+
+    def load_if_needed(self) -> FederatedData | None:
+        """Load the data where they alone know how many clients the groups have, or how many parameters the model has."""
+        has_weights = all(group.weight is not None for group in self.mechanism.groups)
+        known = group_counts(self.mechanism, self._clients) is not None and (
+            has_weights or has_known_shape(self.data, self.model)
+        )
+        return None if known else self.load_data()
+
+    def build_mechanism(self, data: FederatedData | None = None) -> Mechanism:
         """The mechanism that the groups asked for: calibrated, with the theory's weights where they state none.
+
+        Args:
+            data: What `load_data` returned; None: it is loaded if it is needed.
 
         Raises:
             InvalidValueError: If no noise keeps an epsilon.
-            FedHDPError: If data or model are needed to count the parameters, and cannot be loaded.
+            FedHDPError: If data or model are needed to count clients or parameters, and cannot be loaded.
         """
-        return self._with_weights(self.mechanism.build(self.rounds, self.delta, self.run_accountant))
+        data = self.load_if_needed() if data is None else data
+        counts = group_counts(self.mechanism, self._clients, None if data is None else data.levels)
+        assert counts is not None
+        mechanism = self.mechanism.with_counts(counts).build(self.rounds, self.delta, self.run_accountant)
+        return self._with_weights(data, mechanism)
 
-    def variant_mechanisms(self, mechanism: Mechanism) -> list[ScheduledMechanism]:
-        """The mechanism of each variant, from that of `build_mechanism`; a function where weights are scheduled."""
-        return [variant.mechanism(self._base(variant, mechanism), self._with_weights) for variant in self.variants]
+    def variant_mechanisms(self, mechanism: Mechanism, data: FederatedData | None = None) -> list[ScheduledMechanism]:
+        """The mechanism of each variant, from that of `build_mechanism`; a function where weights are scheduled.
 
-    def _base(self, variant: Variant, mechanism: Mechanism) -> Mechanism:
-        """The mechanism that a variant changes: calibrated for the variant's own epsilons where it has some."""
-        if not variant.epsilons:
+        ``data`` is as there.
+        """
+        with_weights = partial(self._with_weights, data)
+        return [variant.mechanism(self._base(variant, mechanism, data), with_weights) for variant in self.variants]
+
+    def _base(self, variant: Variant, mechanism: Mechanism, data: FederatedData | None) -> Mechanism:
+        """The mechanism that a variant changes: calibrated for the variant's own epsilons and sampling if it has some."""
+        sampling = variant.sampling or self.mechanism.sampling
+        if not variant.epsilons and sampling == self.mechanism.sampling:
             return mechanism
-        return replace(self, mechanism=self.mechanism.with_epsilons(variant.epsilons)).build_mechanism()
+        config = replace(self.mechanism.with_epsilons(variant.epsilons), sampling=sampling)
+        return replace(self, mechanism=config).build_mechanism(data)
 
-    def _with_weights(self, mechanism: Mechanism, given: Iterable[str] = ()) -> Mechanism:
+    def _with_weights(self, data: FederatedData | None, mechanism: Mechanism, given: Iterable[str] = ()) -> Mechanism:
         """The mechanism with the theory's weights for groups that state none and are not among ``given``."""
         free = {config.name for config in self.mechanism.groups if config.weight is None} - set(given)
         if not free:
             return mechanism
         from fedhdp.theory.planning import with_optimal_weights
 
-        count = partial(count_parameters, self.data, self.model, self.mechanism, self.seed)
+        count = partial(count_parameters, self.data, self.model, lambda: data or self.load_data())
         return with_optimal_weights(mechanism, self.rounds, count, free)
 
     def epsilon_targets(self, variant: Variant) -> dict[str, float]:
@@ -293,16 +338,17 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def resolve(self, directory: Path) -> Experiment:
         """The same experiment with the paths that are relative to this directory made absolute."""
-        return self._with_files(lambda files: files.resolve(directory), self.ledger and str(directory / self.ledger))
+        return self._with_files(lambda files: files.resolve(directory), directory)
 
     def pin(self) -> Experiment:
         """The same experiment with absolute paths and the checksums of its files."""
-        return self._with_files(lambda files: files.pin(), self.ledger and str(Path(self.ledger).absolute()))
+        return self._with_files(lambda files: files.pin(), Path.cwd())
 
-    def _with_files(self, change: Callable[[Any], Any], ledger: str | None) -> Experiment:
+    def _with_files(self, change: Callable[[Any], Any], directory: Path) -> Experiment:
+        ledger, loggers = self.ledger and str(directory / self.ledger), resolve_paths(self.loggers, directory)
         components = {"data": self.data, "model": self.model}
         files = {name: change(value) for name, value in components.items() if isinstance(value, PythonFile | DataFiles)}
-        return msgspec.structs.replace(self, ledger=ledger, **files)
+        return msgspec.structs.replace(self, ledger=ledger, loggers=loggers, **files)
 
 
 def _override(value: Any, changes: Mapping[str, Any], path: str) -> Any:
@@ -317,7 +363,7 @@ def _override(value: Any, changes: Mapping[str, Any], path: str) -> Any:
 
 
 _PARTS = (GroupConfig, MechanismConfig, AdaptiveClip, LayerClip, LocalTraining, ServerOptimizer, Variant, Budget)
-FIELDS = FieldNames([*get_args(DataConfig), *get_args(ModelConfig), *_PARTS, Experiment])
+FIELDS = FieldNames([*get_args(DataConfig), *get_args(ModelConfig), *get_args(Logger), *_PARTS, Experiment])
 
 
 def from_toml(text: str, source: str) -> Experiment:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
+from fedhdp.data import FederatedData
 from fedhdp.devices import use_cpu_cores
 from fedhdp.engine.personal_store import personal_bytes, personal_bytes_limit
 from fedhdp.errors import ConfigError, RunError
@@ -20,6 +21,7 @@ from fedhdp.metrics import replace_metrics
 from fedhdp.models import Model
 from fedhdp.privacy.accounting import privacy_costs
 from fedhdp.privacy.ledger import Ledger
+from fedhdp.results.loggers import check_installed
 from fedhdp.results.provenance import provenance
 from fedhdp.results.schema import Summary
 from fedhdp.results.store import EXPERIMENT_FILE, SUMMARY_FILE, DamagedRunError, RunDirectory, read_value, write_value
@@ -46,11 +48,12 @@ def run(experiment: Experiment, out: Path, watch: Watch, cohort_entropy: np.ndar
         message = f"sweep makes {len(experiments)} experiments: run them with a RunFolder or fedhdp run"
         raise ConfigError(message, "sweep", list(experiments))
     [experiment] = experiments.values()
-    mechanism = experiment.build_mechanism()
+    data = experiment.load_if_needed()
+    mechanism = experiment.build_mechanism(data)
     experiment = experiment.pin()
     with RunDirectory.create(out, to_toml(experiment).encode()) as directory:
         try:
-            return run_variants(experiment, mechanism, directory, watch, cohort_entropy)
+            return run_variants(experiment, mechanism, directory, watch, cohort_entropy, data)
         except (ValueError, OSError):
             directory.discard_if_empty()
             raise
@@ -68,7 +71,8 @@ def resume(out: Path, watch: Watch, cohort_entropy: np.ndarray | None = None) ->
         experiment = read_experiment(out)
         if (out / SUMMARY_FILE).exists():
             return read_value(out / SUMMARY_FILE, Summary)
-        return run_variants(experiment, experiment.build_mechanism(), directory, watch, cohort_entropy)
+        data = experiment.load_if_needed()
+        return run_variants(experiment, experiment.build_mechanism(data), directory, watch, cohort_entropy, data)
 
 
 def run_or_resume(experiment: Experiment, out: Path, watch: Watch, cohort_entropy: np.ndarray | None = None) -> Summary:
@@ -118,6 +122,7 @@ def run_variants(
     directory: RunDirectory,
     watch: Watch,
     cohort_entropy: np.ndarray | None = None,
+    data: FederatedData | None = None,
 ) -> Summary:
     """Run the variants of a directory that are not finished, and write the summary; the arguments are those of `run`."""
     parts = [directory.variant(variant.name) for variant in experiment.variants]
@@ -126,15 +131,16 @@ def run_variants(
         message = f"{experiment.ledger} is gone: a run cannot resume without the ledger that charged it"
         raise RunError(message, "ledger", experiment.ledger)
     if None in results:
+        check_installed(experiment.loggers)
         first = results.index(None)
         progress = Progress(experiment.variants[first].name, first + 1, len(parts), 0, experiment.rounds)
         if not watch(progress):
             raise Interrupted
         use_cpu_cores()  # before anything below uses JAX
-        data = experiment.data.load(experiment.mechanism, experiment.seed)
+        data = experiment.load_data() if data is None else data
         model = experiment.model.build(int(np.prod(data.input_shape)), data.classes)
         model = model._replace(metrics=replace_metrics(model.metrics, experiment.metrics))
-        mechanisms = experiment.variant_mechanisms(mechanism)
+        mechanisms = experiment.variant_mechanisms(mechanism, data)
         private = any(not group.opted_out for variant in mechanisms for group in mechanism_at(variant, 0).groups)
         if not private or experiment.ledger is not None:
             cohort_entropy = None
@@ -148,6 +154,8 @@ def run_variants(
                 settings = (*experiment.overrides(numbers[0]), experiment.seed, experiment.noise_seed)
                 path = parts[numbers[0]].path
                 simulation = Simulation(data, model, batch_mechanisms, *settings, path, cohort_entropy)
+                groups = np.array([group.name for group in mechanism.groups])
+                directory.record_clients(data.ids.tolist(), groups[simulation.group_K].tolist())
                 batch = VariantBatch(experiment, numbers, simulation, parts, watch, directory.extensions)
                 for number, result in zip(numbers, batch.run(directory.id, ledger), strict=True):
                     results[number] = result

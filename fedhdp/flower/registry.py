@@ -94,7 +94,8 @@ class Registry:
                 start_at = min(start_at, time.monotonic() + self.deployment.enroll_timeout_seconds)
                 if time.monotonic() >= start_at or not any(query.is_first for query in self._queries.values()):
                     return
-            wait_log.log(f"the first round needs {required} clients, {len(self.members)} enrolled; {self._nodes()}")
+            needs = f"the first round needs {pluralize(required, 'client')}"
+            wait_log.log(f"{needs}, {len(self.members)} enrolled; {self._nodes()}")
             time.sleep(poll_seconds)
 
     def wait_for_reachable_client(self, grid: Grid, poll_seconds: float = 1.0) -> None:

@@ -209,7 +209,9 @@ class FedHDP(Strategy):
         seed = self.deployment.cohort_seed
         rng = np.random.default_rng(None if seed is None else [seed, COHORT, self.round])
         clients = self._clients()
-        return [clients[number] for number in server.sample_cohort(mechanism, rng)]
+        group_C = np.array([group for _, group in clients])
+        members_G = [np.flatnonzero(group_C == group) for group in range(len(mechanism.groups))]
+        return [clients[number] for number in server.sample_cohort(mechanism, members_G, rng)]
 
     def _make_requests(
         self, kind: str, clients: Iterable[tuple[str, int]], model: ArrayRecord, evaluate: bool

@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fedhdp.errors import require
-from fedhdp.mechanism import Mechanism, ScheduledMechanism, mechanism_at
+from fedhdp.mechanism import Mechanism, PrivacyGroup, ScheduledMechanism, mechanism_at
 from fedhdp.privacy.accounting import (
     LEDGER_ACCOUNTANT,
     Accountant,
@@ -240,21 +240,16 @@ class DeploymentBilling:
         """
         if not self.segments:
             return set()
-        mechanism, refused_levels = self._build_mechanism(Counter(members.values())), set()
+        mechanism = self._build_mechanism(Counter(members.values()))
         costs, present = _round_costs(mechanism, self.repeatable), {group.name for group in self.mechanism.groups}
-        for group in mechanism.groups:
-            if group.name in present:
-                continue
+        had_noise = {g.name for run in self.ledger.runs() for g in run.mechanism.groups if not g.opted_out}
+
+        def ends_run(group: PrivacyGroup) -> bool:
             budget, past = self.ledger.budget(group.name), self.ledger.costs(group.name)
             is_exhausted = budget is not None and rounds_left(past, costs[group.name], budget) < 1
-            had_noise = any(
-                other.name == group.name and not other.opted_out
-                for run in self.ledger.runs()
-                for other in run.mechanism.groups
-            )
-            if (is_exhausted and self.on_exhausted == "stop") or (group.opted_out and had_noise):
-                refused_levels.add(group.name)
-        return refused_levels
+            return (is_exhausted and self.on_exhausted == "stop") or (group.opted_out and group.name in had_noise)
+
+        return {group.name for group in mechanism.groups if group.name not in present and ends_run(group)}
 
     def admit(self, members: Mapping[str, str]) -> None:
         """Run the next rounds with these clients, each with its level.

@@ -58,18 +58,53 @@ class PrivacyLevel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class GroupConfig(PrivacyLevel, frozen=True, forbid_unknown_fields=True):
-    """A group as a user writes it: its name, how many clients it has, and their privacy level."""
+    """A group as a user writes it: its name, its clients and their privacy level.
+
+    The clients are a count, or a share of all, which are drawn at random, or a list of ids. With neither ``clients`` nor
+    ``share`` they are those whose level in the data has the group's name.
+
+    Raises:
+        InvalidValueError: If a value is out of range, or both ``clients`` and ``share`` are set.
+    """
 
     name: str
-    clients: int
+    clients: int | tuple[str | int, ...] | None = None
+    share: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.uncalibrated()
+        if isinstance(self.clients, tuple):
+            require(
+                len(set(map(str, self.clients))) == len(self.clients) > 0, "clients", self.clients, "ids that differ"
+            )
+        if self.share is not None:
+            require(self.clients is None, "share", self.share, "absent where clients are given")
+            require(0 < self.share <= 1, "share", self.share, "above 0 and at most 1")
+        self.uncalibrated(default_clients=1)
 
-    def uncalibrated(self) -> PrivacyGroup:
-        """The group with noise multiplier 0 where it states an epsilon, and weight 1 where it states none."""
-        return self._uncalibrated_group(self.name, self.clients)
+    @property
+    def size(self) -> int | float | tuple[str, ...] | None:
+        """The clients as a count, a share as a float, or ids; None: those whose level has the group's name."""
+        return tuple(map(str, self.clients)) if isinstance(self.clients, tuple) else self.clients or self.share
+
+    @property
+    def count(self) -> int | None:
+        """The number of clients; None where it depends on the data."""
+        return len(self.clients) if isinstance(self.clients, tuple) else self.clients
+
+    def uncalibrated(self, default_clients: int | None = None) -> PrivacyGroup:
+        """The group with noise multiplier 0 where it states an epsilon, and weight 1 where it states none.
+
+        Args:
+            default_clients: Its number of clients where that depends on the data, for checks of the other fields.
+
+        Raises:
+            InvalidValueError: If its number of clients depends on the data, and there is no default.
+        """
+        clients = default_clients if self.count is None else self.count
+        require(clients is not None, f"clients of {self.name!r}", self.size, "a count, which only the data has")
+        assert clients is not None
+        return self._uncalibrated_group(self.name, clients)
 
 
 class MechanismConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,11 +117,16 @@ class MechanismConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "clip", parse_clip(self.clip))
-        self.uncalibrated()
+        self.uncalibrated(default_clients=1)
 
-    def uncalibrated(self) -> Mechanism:
+    def with_counts(self, counts: Mapping[str, int]) -> MechanismConfig:
+        """The same configuration with these numbers of clients, by group."""
+        replace = msgspec.structs.replace
+        return replace(self, groups=tuple(replace(g, clients=counts[g.name], share=None) for g in self.groups))
+
+    def uncalibrated(self, default_clients: int | None = None) -> Mechanism:
         """The mechanism in which groups that state an epsilon have no noise, and those without a weight weight 1."""
-        groups = tuple(group.uncalibrated() for group in self.groups)
+        groups = tuple(group.uncalibrated(default_clients) for group in self.groups)
         return Mechanism(groups, self.clip, self.noise, self.sampling)
 
     @property

@@ -146,6 +146,7 @@ def accuracies(choice: Choice, seed: int, skewed: bool, rounds: int) -> np.ndarr
     """The server's accuracy in percent, evaluation by evaluation and column by column."""
     opted_out = 100 if skewed else 0
     data = load_mnist("skewed" if skewed else "one_digit", 2000, opted_out, choice.samples, 2, seed)
+    data = data.with_levels(["opted out"] * 100 + ["private"] * 1900)  # the first 100 hold one digit where it is skewed
     data = data if choice.preprocess is None else choice.preprocess(data)
     mechanisms = mechanisms_of(choice)
     simulation = Simulation(data, choice.model(), mechanisms, choice.training, seed=seed)

@@ -2,6 +2,7 @@
 
     DIR/experiment.toml           the experiment; `fedhdp run DIR/experiment.toml` runs it again
     DIR/run.json                  the run's id in the ledger, the sha256 of experiment.toml, fedhdp's version and commit
+    DIR/clients.csv               each client's group
     DIR/summary.json              the results; written last
     DIR/VARIANT/history.csv       round, group, model, metric, value; appended to after each evaluation
     DIR/VARIANT/checkpoint.npz    the state from which the run resumes or is extended (see Experiment.keep_checkpoint)
@@ -52,6 +53,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 EXPERIMENT_FILE, RUN_FILE, SUMMARY_FILE, LOCK_FILE = "experiment.toml", "run.json", "summary.json", ".lock"
+CLIENTS_FILE = "clients.csv"  # each client's group
 RUNS_FILE, TABLE_FILE, NUMBERS_FILE = "runs.json", "table.md", "table.csv"  # of a folder of several runs
 HISTORY_FILE, CHECKPOINT_FILE = "history.csv", "checkpoint.npz"
 MODEL_FILE, SCORES_FILE, RESULT_FILE = "model.npz", "scores.npz", "result.json"
@@ -282,8 +284,23 @@ class RunDirectory:
     def discard_if_empty(self) -> None:
         """Remove the directory unless it has results."""
         files = {file.name for file in self.path.rglob("*") if file.is_file()}
-        if files <= {LOCK_FILE, RUN_FILE, EXPERIMENT_FILE}:
+        if files <= {LOCK_FILE, RUN_FILE, EXPERIMENT_FILE, CLIENTS_FILE}:
             shutil.rmtree(self.path)
+
+    def record_clients(self, ids: Iterable[str], groups: Iterable[str]) -> None:
+        """Write each client's group, in the clients' order.
+
+        Raises:
+            RunError: If the directory has other clients or groups: those of an earlier process of the run.
+        """
+        text = io.StringIO(newline="")
+        csv.writer(text, lineterminator="\n").writerows([("client", "group"), *zip(ids, groups, strict=True)])
+        path, content = self.path / CLIENTS_FILE, text.getvalue().encode()
+        if path.exists() and path.read_bytes() != content:
+            raise RunError(
+                f"{path} has other clients or levels than the data: the data has changed", "clients", str(path)
+            )
+        atomic_write(path, content)
 
     def variant(self, name: str) -> VariantDirectory:
         """The directory of one variant."""

@@ -84,6 +84,22 @@ BAD = {  # what is wrong: the text, its replacement, and the field and value of 
     "unknown choice": ("[data]", '[data]\nsplit = "one-digit"', "data.split", "one-digit"),
     "equal directories": ('"DP-FedAvg"', '"fedHDP"', "variants", ["fedHDP", "FedHDP"]),
     "no TOML": ("rounds = 12", "rounds = = 12", None, None),
+    "unknown metric": ("rounds = 12", 'rounds = 12\nmetrics = ["auc", "auk"]', "metrics", "auk"),
+    "metric twice": ("rounds = 12", 'rounds = 12\nmetrics = ["auc", "auc"]', "metrics", ["auc", "auc"]),
+    "text for a list": ("rounds = 12", 'rounds = 12\nmetrics = "auc"', "metrics", "auc"),
+    "unknown logger": ("rounds = 12", 'rounds = 12\nloggers = ["tensorbord"]', "loggers", "tensorbord"),
+    "logger twice": (
+        "rounds = 12",
+        'rounds = 12\nloggers = ["wandb", { name = "wandb" }]',
+        "loggers",
+        ["wandb", "wandb"],
+    ),
+    "unknown argument of a logger": (
+        "rounds = 12",
+        'rounds = 12\nloggers = [{ name = "mlflow", uri = "x" }]',
+        "loggers[0].uri",
+        "x",
+    ),
     "no units": ("hidden = 8", "hidden = 0", "model.hidden", 0),
 }
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from dataset_files import no_progress, write_small_mnist
-from helpers import mechanism_of, raises_field
+from helpers import raises_field
 from msgspec.structs import replace
 
 from fedhdp.datasets.importers.files import import_files
@@ -12,6 +14,8 @@ from fedhdp.errors import DataError
 from fedhdp.experiments import EXPERIMENTS
 from fedhdp.experiments.components import FemnistConfig, HandwritingConfig, MnistConfig
 from fedhdp.experiments.config import from_toml, to_toml
+from fedhdp.experiments.groups import with_group_levels
+from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 
 
 @pytest.mark.parametrize(
@@ -31,8 +35,13 @@ def test_datasets_are_read_from_the_data_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDHDP_DATA", str(tmp_path / "data"))
     write_small_mnist(tmp_path / "raw", monkeypatch)
     import_files([tmp_path / "raw"], no_progress)
-    mechanism = mechanism_of((5, 0.0, 1.0), (55, 1.0, 0.1))
+    open_group = GroupConfig("open", 5, sampling_rate=0.1, noise_multiplier=0.0)
+    groups = [GroupConfig(f"private {i}", share=i / 12, sampling_rate=0.1, noise_multiplier=1.0) for i in (4, 7)]
+    mechanism = MechanismConfig((open_group, *groups), clip=1.0)
     data = MnistConfig(60, 10, 5, "skewed").load(mechanism, seed=1)
-    assert (data.train.y_N[:50] == 7).all()  # all of the first group
+    label_KM = data.train.y_N.reshape(60, 10)
+    assert Counter(data.levels.tolist()) == {"open": 5, "private 4": 20, "private 7": 35}
+    assert (label_KM[data.levels == "open"] == 7).all()
+    assert with_group_levels(data, mechanism, seed=1) is data
     with raises_field("dataset", DataError):
         FemnistConfig(3400).load(mechanism, seed=1)

@@ -7,9 +7,19 @@ from experiment_helpers import keep_going, tiny
 from helpers import raises_field
 from msgspec.structs import replace
 
+from fedhdp.errors import ConfigError
 from fedhdp.experiments import Experiment, Variant, run
-from fedhdp.experiments.components import CnnConfig, FemnistConfig, LinearConfig, MlpConfig, MnistConfig
+from fedhdp.experiments.components import (
+    CnnConfig,
+    FemnistConfig,
+    LinearConfig,
+    MlpConfig,
+    MnistConfig,
+    PythonData,
+    PythonModel,
+)
 from fedhdp.experiments.weights import count_parameters
+from fedhdp.privacy import epsilon
 from fedhdp.theory import with_optimal_weights
 
 PARAMETERS = (784 + 1) * 8 + (8 + 1) * 10  # of the tiny experiment's network
@@ -37,6 +47,19 @@ def weights_of(mechanism) -> dict[str, float]:
 def test_parameters_are_counted_without_data(data, model, parameters, monkeypatch):
     monkeypatch.setattr("fedhdp.datasets.make_handwriting", lambda *a, **k: pytest.fail("data were loaded"))
     assert count_parameters(data, model, tiny().mechanism, 0) == parameters
+
+
+def test_parameters_of_a_users_file(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from fedhdp.data import FederatedData\nimport numpy as np\n"
+        "from fedhdp.models import linear\nmodel = lambda: linear(5, 3)\n"
+        "def data(seed): raise RuntimeError('data were loaded')\n"
+    )
+    data, mechanism = PythonData(file=str(own), clients=4), tiny().mechanism
+    assert count_parameters(data, PythonModel(file=str(own)), mechanism, 0) == (5 + 1) * 3
+    with raises_field("file", ConfigError):
+        count_parameters(data, LinearConfig(), mechanism, 0)
 
 
 def test_parameters_of_a_convolutional_network():
@@ -88,6 +111,16 @@ def test_accountant_of_a_run(tmp_path):
     for changes in ({"ledger": "population"}, {"variants": (fixed,)}):
         with raises_field("accountant"):
             tiny(accountant="pld", **changes)
+
+
+def test_a_variant_is_calibrated_for_its_own_sampling():
+    fixed = replace(tiny().variants[1], name="fixed", sampling="fixed")
+    experiment = tiny(variants=(tiny().variants[1], fixed))
+    poisson, cohorts = experiment.variant_mechanisms(experiment.build_mechanism())
+    assert cohorts.groups[1].noise_multiplier > poisson.groups[1].noise_multiplier
+    for mechanism in (poisson, cohorts):
+        had = epsilon(mechanism, experiment.rounds, experiment.delta, experiment.run_accountant)
+        assert 0.98 * 8 <= had["private"] <= 8
 
 
 def test_targets_are_not_those_of_other_noise():

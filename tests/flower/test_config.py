@@ -54,6 +54,12 @@ def test_run_config_is_read_from_dotted_keys():
     assert deployment.strictest_level == "strict"
 
 
+def test_a_weight_that_is_not_stated_is_one():
+    deployment = Deployment.from_run_config(RUN_CONFIG | {"levels.opted out.weight": 0.5})
+    mechanism = deployment.mechanism({"opted out": 3, "strict": 5})
+    assert [group.weight for group in mechanism.groups] == [0.5, 1.0]
+
+
 def test_toml_round_trip():
     deployment = Deployment.from_run_config(RUN_CONFIG)
     assert Deployment.from_toml(deployment.to_toml().decode()) == deployment

@@ -26,10 +26,13 @@ def initial_arrays(deployment):
 app = server_app(initial_arrays)
 """
 FAILING_CLIENT = """
+import time
 from fedhdp.flower import client_app
 
 def level(context):
-    raise OSError("there is no data")
+    if context.node_config["partition-id"] == 0:
+        raise OSError("there is no data")
+    time.sleep(600)
 
 app = client_app(None, level)
 """
@@ -67,14 +70,15 @@ def test_failing_server_ends_the_demo(monkeypatch, tmp_path):
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_stalled_run_ends_the_demo(monkeypatch, tmp_path, capsys):
+def test_stalled_nodes_end_the_demo(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(demo, "APP", write_app(tmp_path / "app", client_app=FAILING_CLIENT))
-    monkeypatch.setattr(demo, "LEVEL_OF_OWNER", {"anna": "open"})
+    monkeypatch.setattr(demo, "LEVEL_OF_OWNER", {"anna": "open", "ben": "open"})
     patience = 10
     line = run_demo(monkeypatch, "--keep", tmp_path / "demo", "--patience", patience)
     assert f"no progress for {patience} s" in line
     assert "\n" not in line
     assert "there is no data" in (tmp_path / "demo" / "anna.log").read_text()
+    assert "without an answer" in line
     assert "error" in capsys.readouterr().out
 
 

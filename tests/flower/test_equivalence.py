@@ -29,6 +29,7 @@ from flower_helpers import (
     saved_model,
     saved_values,
 )
+from helpers import group_by_group
 
 from fedhdp.flower import FedHDP, initial_arrays
 from fedhdp.flower.client_state import InMemoryState
@@ -47,7 +48,8 @@ def test_deployment_equals_simulation(tmp_path):
     mechanism = deployment.mechanism({"open": 2, "mid": 3, "strict": 3})
 
     (variant,) = run_jax(make_grid(app=JAX_APP), deployment).variants
-    simulation = simulate(DATA, MODEL, mechanism, TRAINING, optimizer, 4, seed=SEED, noise_seed=7)
+    data = DATA.with_levels(group_by_group(mechanism))
+    simulation = simulate(data, MODEL, mechanism, TRAINING, optimizer, 4, seed=SEED, noise_seed=7)
 
     model = saved_model(deployment)
     assert abs(initial_arrays(MODEL, SEED)["first/w"] - model["global/first/w"]).max() > 0.01

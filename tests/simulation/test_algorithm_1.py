@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import reference
-from helpers import mechanism_of, raises_field, tiny_data
+from helpers import group_by_group, mechanism_of, raises_field, tiny_data
 from msgspec.structs import replace
 from simulations import CHOSEN, MODEL, TRAINING, same_server, trained
 
@@ -123,6 +123,7 @@ def test_local_only_trains_personal_models_alone(data):
 
 def test_clients_of_weight_0_cannot_move_the_global_model_by_a_bit(data):
     chosen = mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.0), clip=0.2)
+    data = data.with_levels(group_by_group(chosen))
     private = slice(data.train.start_K[4], None)
     x_N = data.train.x_N.copy()
     x_N[private] = 255 - x_N[private]
@@ -132,14 +133,14 @@ def test_clients_of_weight_0_cannot_move_the_global_model_by_a_bit(data):
 
 @pytest.mark.slow
 def test_more_padding_changes_no_result(data):
-    one = trained(data, CHOSEN)
+    one = trained(data.with_levels(group_by_group(CHOSEN)), CHOSEN)
     train = data.train
     much = train._replace(count_K=np.append(train.count_K, 40), start_K=np.append(train.start_K, 0))
     test = data.test
     test = test._replace(count_K=np.append(test.count_K, 1), start_K=np.append(test.start_K, 0))
     never = replace(CHOSEN.groups[-1], name="never sampled", clients=1, sampling_rate=0.0, weight=0.0)
     wider = replace(CHOSEN, groups=(*CHOSEN.groups, never))
-    other = trained(data._replace(train=much, test=test), wider)
+    other = trained(data._replace(train=much, test=test, levels=group_by_group(wider)), wider)
     np.testing.assert_allclose(one.global_model(), other.global_model(), atol=1e-6)
     assert not other.participated_K[-1]
 
@@ -167,7 +168,7 @@ def test_nan_update_is_refused_and_counted(data):
     server = data.server_x_N / np.float32(255)
     ill = data._replace(train=data.train._replace(x_N=x_N), test=test, server_x_N=server)
     everyone = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=1.0)
-    simulation = trained(ill, everyone, rounds=2)
+    simulation = trained(ill.with_levels(group_by_group(everyone)), everyone, rounds=2)
     assert np.isfinite(simulation.global_model()).all()
     assert np.isfinite(float(simulation.server_state.clip[0]))
     (rows,) = simulation.evaluate()
@@ -186,6 +187,7 @@ def test_inputs_that_are_not_finite_change_no_other_client(bad):
         if ill:
             x[5 * 7] = bad  # an image of client 7, of the second group
         sick = data._replace(train=data.train._replace(x_N=x), server_x_N=data.server_x_N / np.float32(255), **rest)
+        sick = sick.with_levels(group_by_group(everyone))
         simulation = Simulation(sick, model, everyone, TRAINING, seed=3, noise_seed=7)
         simulation.run(1)
         simulations.append(simulation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers import group_by_group
 from msgspec.structs import replace
 from simulations import CHOSEN, MODEL, TRAINING, same, trained
 
@@ -50,6 +51,7 @@ def test_cohorts_of_changing_size_compile_once(data, personalize):
 
 
 def test_each_seed_changes_its_streams_alone(data):
+    data = data.with_levels(group_by_group(CHOSEN))
     one = trained(data, CHOSEN)
     same(one, trained(data, CHOSEN))
     other_noise = trained(data, CHOSEN, noise_seed=8)

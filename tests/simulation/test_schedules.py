@@ -85,8 +85,8 @@ def fewer(mechanism: Mechanism) -> Mechanism:
 @pytest.mark.parametrize(
     ("field", "changed"),
     [
-        ("groups", fewer(CHOSEN)),  # a client would change its level
-        ("groups", replace(CHOSEN, groups=tuple(replace(g, name=f"new {g.name}") for g in CHOSEN.groups))),
+        ("mechanisms", fewer(CHOSEN)),  # a client would change its level
+        ("mechanisms", replace(CHOSEN, groups=tuple(replace(g, name=f"new {g.name}") for g in CHOSEN.groups))),
         ("clip", replace(CHOSEN, clip=AdaptiveClip(0.7))),  # the server has a clip already
         ("mechanism", None),
     ],

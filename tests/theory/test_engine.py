@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers import group_by_group
 
 from fedhdp.client import LocalTraining
 from fedhdp.data import FederatedData
@@ -44,7 +45,8 @@ def problem_with(groups: int) -> Problem:
 def draw(dataset: str, problem: Problem, seed: int) -> FederatedData:
     """The data of all clients."""
     clients = int(problem.clients_G.sum())
-    return DATASETS[dataset][0](clients, DIMENSIONS, SAMPLES, problem.alpha2, problem.tau2, seed)
+    data = DATASETS[dataset][0](clients, DIMENSIONS, SAMPLES, problem.alpha2, problem.tau2, seed)
+    return data.with_levels(group_by_group(problem))
 
 
 def training_at(personal_rate: float, epochs: int = 1) -> LocalTraining:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from experiment_helpers import keep_going, tiny
-from helpers import raises_field
+from helpers import raises_field, tiny_data
 from msgspec.structs import replace
 
-from fedhdp.errors import ConfigError
+from fedhdp.data import FederatedData
 from fedhdp.experiments import Experiment, Variant, run
 from fedhdp.experiments.components import (
     CnnConfig,
@@ -31,6 +31,10 @@ def unweighted(**changes: object) -> Experiment:
     return tiny(mechanism=replace(tiny().mechanism, groups=groups), **changes)
 
 
+def no_data() -> FederatedData:
+    pytest.fail("data were loaded")
+
+
 def weights_of(mechanism) -> dict[str, float]:
     return {group.name: group.weight for group in mechanism.groups}
 
@@ -44,26 +48,21 @@ def weights_of(mechanism) -> dict[str, float]:
         (FemnistConfig(clients=10, classes=10), LinearConfig(), 785 * 10),
     ],
 )
-def test_parameters_are_counted_without_data(data, model, parameters, monkeypatch):
-    monkeypatch.setattr("fedhdp.datasets.make_handwriting", lambda *a, **k: pytest.fail("data were loaded"))
-    assert count_parameters(data, model, tiny().mechanism, 0) == parameters
+def test_parameters_are_counted_without_data(data, model, parameters):
+    assert count_parameters(data, model, no_data) == parameters
 
 
 def test_parameters_of_a_users_file(tmp_path):
     own = tmp_path / "own.py"
-    own.write_text(
-        "from fedhdp.data import FederatedData\nimport numpy as np\n"
-        "from fedhdp.models import linear\nmodel = lambda: linear(5, 3)\n"
-        "def data(seed): raise RuntimeError('data were loaded')\n"
-    )
-    data, mechanism = PythonData(file=str(own), clients=4), tiny().mechanism
-    assert count_parameters(data, PythonModel(file=str(own)), mechanism, 0) == (5 + 1) * 3
-    with raises_field("file", ConfigError):
-        count_parameters(data, LinearConfig(), mechanism, 0)
+    own.write_text("from fedhdp.models import linear\nmodel = lambda: linear(5, 3)\n")
+    data = PythonData(file=str(own), clients=4)
+    assert count_parameters(data, PythonModel(file=str(own)), no_data) == (5 + 1) * 3
+    loaded = tiny_data([3, 4], inputs=6)
+    assert count_parameters(data, LinearConfig(), lambda: loaded) == (6 + 1) * 3
 
 
 def test_parameters_of_a_convolutional_network():
-    assert count_parameters(FemnistConfig(clients=10), CnnConfig(), tiny().mechanism, 0) > 100_000
+    assert count_parameters(FemnistConfig(clients=10), CnnConfig(), no_data) > 100_000
 
 
 def test_weights_are_the_theorys():

@@ -52,7 +52,8 @@ class RunBilling:
         accountant: The run's accountant; with a ledger, the ledger's.
         completed: The rounds that the run has completed.
         replayed_rounds: The rounds that were shown and, after a crash, run again with other noise. They count twice.
-        population: A description of the population whose clients the groups number.
+        members: The run's clients, by id, with their groups; None: numbers, one group after the other.
+        population: Where ids are numbers, a description of the clients who have them.
         begin: Whether to open the run in the ledger; False where another billing has opened it.
 
     Raises:
@@ -72,7 +73,8 @@ class RunBilling:
         accountant: Accountant,
         completed: int = 0,
         replayed_rounds: int = 0,
-        population: str = "",
+        members: Mapping[str, str] | None = None,
+        population: str | None = None,
         begin: bool = True,
     ):
         is_ledgers = ledger is None or accountant == LEDGER_ACCOUNTANT
@@ -82,7 +84,7 @@ class RunBilling:
         self.replayed_rounds = 0 if repeatable else replayed_rounds  # with a seed they are the same rounds
         self._dropped_groups: set[str] = set()
         if ledger is not None and begin:
-            ledger.begin(run, mechanism, completed + replayed_rounds, population=population or None)
+            ledger.begin(run, mechanism, completed + replayed_rounds, members, population, admit_new=True)
 
     def charge_next(self, mechanisms: Sequence[Mechanism]) -> list[Mechanism]:
         """Charge the next round, durably, and return what to run.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fedhdp.models import cnn as cnn
     from fedhdp.models import linear as linear
     from fedhdp.models import mlp as mlp
+    from fedhdp.optimizers import OptimizerConfig as OptimizerConfig
     from fedhdp.privacy.accounting import epsilon as epsilon
     from fedhdp.privacy.calibration import calibrate as calibrate
     from fedhdp.privacy.ledger import Ledger as Ledger
@@ -42,6 +43,7 @@ _MODULES = {
     "fedhdp.mechanism": ("Mechanism", "PrivacyGroup", "AdaptiveClip", "LayerClip"),
     "fedhdp.metrics": ("Metric",),
     "fedhdp.models": ("Model", "mlp", "cnn", "linear"),
+    "fedhdp.optimizers": ("OptimizerConfig",),
     "fedhdp.privacy.accounting": ("epsilon",),
     "fedhdp.privacy.calibration": ("calibrate",),
     "fedhdp.privacy.ledger": ("Ledger",),

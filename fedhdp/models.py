@@ -2,12 +2,8 @@
 
 A ``Model`` is a frozen pair of pure functions, ``init(key) -> parameters`` and ``apply(parameters, x_N, key) ->
 outputs``, with a loss for each example and metrics. ``key`` is None in evaluation; in local training it is there for
-dropout. Any pytree of float arrays serves as parameters, so a model from plain JAX is ready as it is, and one from Flax
-needs two lines:
-
-    net = MyModule()                                        # a flax.linen.Module
-    model = Model(init=lambda key: net.init(key, jnp.zeros((1, 28, 28))),
-                  apply=lambda parameters, x_N, key: net.apply(parameters, x_N))
+dropout. Any pytree of float arrays serves as parameters, so a model from plain JAX is ready as it is; ``adapters.py`` makes
+models of modules of Flax, Equinox and Haiku.
 
 A model whose first layer is dense is best made with ``dense_first``: the engine can then train it by low-rank updates
 (see ``engine/low_rank.py``), which is the same mathematics for a fraction of the arithmetic.
@@ -21,7 +17,7 @@ Axis letters: N examples, L classes, H units, D outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -30,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedhdp.errors import DataError
+from fedhdp.errors import DataError, ModelError
 
 Parameters = Any  # any pytree of float arrays
 Array = jax.Array
@@ -316,3 +312,31 @@ def max_and_argmax(a: Array, b: Array, c: Array, d: Array) -> tuple[Array, Array
     upper, lower = jnp.maximum(a, b), jnp.maximum(c, d)
     argmax = jnp.where(lower > upper, jnp.where(d > c, 3, 2), jnp.where(b > a, 1, 0))
     return jnp.maximum(upper, lower), argmax
+
+
+def name_parameters(parameters: Parameters) -> dict[str, Array]:
+    """The arrays of a pytree, by their path in it: ``first/w``."""
+    leaves, _ = jax.tree.flatten_with_path(parameters)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def unname_parameters(model: Model, arrays: Mapping[str, Any], field: str = "parameters") -> Parameters:
+    """A model's parameters from arrays that are named by their path in them.
+
+    Args:
+        model: The model.
+        arrays: The arrays, as `name_parameters` returns them.
+        field: What an error calls them.
+
+    Raises:
+        ModelError: If the names or shapes are not the model's.
+    """
+    like = jax.eval_shape(model.init, jax.random.key(0))
+    expected = {name: tuple(leaf.shape) for name, leaf in name_parameters(like).items()}
+    actual = {name: tuple(array.shape) for name, array in arrays.items()}
+    for name in [*expected, *actual]:
+        if expected.get(name) != actual.get(name):
+            has, needs = actual.get(name, "no such array"), expected.get(name, "no such array")
+            raise ModelError(f"{field}: {name} has {has}, the model has {needs}", field, name)
+    leaves = [jnp.asarray(arrays[name], leaf.dtype) for name, leaf in name_parameters(like).items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -178,13 +178,23 @@ def check_transformation(transformation: optax.GradientTransformation, like: Any
         like: The shapes of the parameters; by default two numbers.
 
     Raises:
+        ValueError: If a step changes the shapes or types of the parameters or of the state.
         Exception: What the transformation raises on such parameters.
     """
     import jax
     import numpy as np
 
+    def step(theta: Any) -> tuple[Any, Any, Any]:
+        state = transformation.init(theta)
+        return (state, *transformation.update(theta, state, theta))
+
+    def types(tree: Any) -> tuple[Any, ...]:
+        return jax.tree.structure(tree), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
+
     like = jax.ShapeDtypeStruct((2,), np.float32) if like is None else like
-    _eval_shape(lambda theta: transformation.update(theta, transformation.init(theta), theta), like)
+    state, update, next_state = jax.eval_shape(step, like)
+    if types(update) != types(like) or types(state) != types(next_state):
+        raise ValueError("a step changes the shapes or types of the parameters or of the state")
 
 
 def _eval_shape(function: Callable[..., Any], *arguments: Any) -> Any:

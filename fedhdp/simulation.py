@@ -28,7 +28,7 @@ from fedhdp.engine.placement import Placement, make_slot_table
 from fedhdp.engine.round import Engine, EngineConfig, ExampleArrays, RoundParamsBatch
 from fedhdp.errors import ModelError, RunError, require
 from fedhdp.mechanism import Mechanism
-from fedhdp.models import Array, Model, Parameters, parameter_sizes
+from fedhdp.models import Array, Model, Parameters, name_parameters, parameter_sizes, unname_parameters
 from fedhdp.results.metrics import MetricRow, clip_rows, evaluation_rows, round_rows
 from fedhdp.results.schema import MetricInfo, SimulationResult
 from fedhdp.results.store import read_arrays, write_arrays
@@ -61,6 +61,7 @@ class Simulation:
         noise_seed: Seed of the noise and of the cohorts: repeatable and not private. None: the operating system's entropy.
         directory: Where personal models are that do not fit in memory. None: a temporary file.
         cohort_entropy: Fresh words from which several simulations draw the same cohorts. None: the simulation's own.
+        initial_model: The first global model. None: the model's, from the seed.
 
     Raises:
         InvalidValueError: If a seed is out of range, or the mechanisms do not draw the same cohorts.
@@ -86,6 +87,7 @@ class Simulation:
         noise_seed: int | None = None,
         directory: Path | None = None,
         cohort_entropy: np.ndarray | None = None,
+        initial_model: Parameters | None = None,
     ):
         use_cpu_cores()
         require(0 <= seed < 2**31, "seed", seed, "at least 0 and below 2**31")
@@ -115,17 +117,19 @@ class Simulation:
         self.gram_K = make_gram_matrices(self.engine, self.examples)
         self.store = make_personal_store(self.engine, data.num_clients, directory) if personalize else None
         self._evaluation = Evaluation(self.engine, data, self.group_K, self.run_of, metrics)
-        self._initialize()
+        self._initialize(initial_model)
 
     def group_of_client(self) -> dict[str, str]:
         """The name of each client's group, by the client's id."""
         names = np.array([group.name for group in self.mechanism.groups])
         return dict(zip(self.data.ids.tolist(), names[self.group_K].tolist(), strict=True))
 
-    def _initialize(self) -> None:
+    def _initialize(self, initial_model: Parameters | None) -> None:
         """Set the state before the first round."""
         key = jax.random.wrap_key_data(jnp.asarray(stream(self.seed, MODEL, 0)))
-        theta_P = ravel_pytree(self.engine.model.init(key))[0]
+        if initial_model is not None:
+            initial_model = unname_parameters(self.engine.model, name_parameters(initial_model), "initial_model")
+        theta_P = ravel_pytree(self.engine.model.init(key) if initial_model is None else initial_model)[0]
         self.round = 0
         states = [server.initial_state(run, self.server_optimizer, theta_P) for run in self.runs]
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *states)
@@ -320,11 +324,10 @@ class Simulation:
 
     def named_parameters(self, number: int = 0) -> dict[str, np.ndarray]:
         """A mechanism's global model, and its average if there is one, as arrays named by their path in the model."""
-        named = {}
+        named: dict[str, np.ndarray] = {}
         for model, theta_RP in self._global_models().items():
-            leaves, _ = jax.tree.flatten_with_path(self.engine.unravel(theta_RP[self.run_of[number]]))
-            for path, leaf in leaves:
-                named[f"{model}/{jax.tree_util.keystr(path, simple=True, separator='/')}"] = np.asarray(leaf)
+            parameters = self.engine.unravel(theta_RP[self.run_of[number]])
+            named |= {f"{model}/{name}": np.asarray(leaf) for name, leaf in name_parameters(parameters).items()}
         return named
 
     def state_arrays(self) -> StateArrays:

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "fedhdp"
 
 RULE = """
 cli → reproduction, flower → experiments → simulation, datasets, theory
-simulation → engine, results → privacy
+simulation → engine, results → privacy        adapters → models
 engine → client, server → models, metrics, optimizers, data, rng, devices        data → columns → rows
 theory → algorithms, privacy → mechanism        datasets → data, devices, mechanism        (privacy, theory, results: no JAX)
 client, server, algorithms → mechanism        models, metrics, optimizers, mechanism, rows, rng, devices → nothing but errors

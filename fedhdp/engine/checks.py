@@ -9,12 +9,15 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.flatten_util import ravel_pytree
 
-from fedhdp.client import scale_inputs
+from fedhdp.client import LocalTraining, scale_inputs
 from fedhdp.data import Examples, FederatedData
-from fedhdp.errors import DataError, FedHDPError, ModelError
+from fedhdp.errors import DataError, FedHDPError, InvalidValueError, ModelError
 from fedhdp.metrics import Metric, measure
-from fedhdp.models import Array, Model, cross_entropy
+from fedhdp.models import Array, Model, Parameters, cross_entropy
+from fedhdp.optimizers import check_transformation
+from fedhdp.server import ServerOptimizer
 
 
 def check_data(data: FederatedData, model: Model) -> None:
@@ -69,6 +72,7 @@ def _check_model(data: FederatedData, model: Model) -> Any:
     if not dtypes or not all(dtype.startswith("float") for dtype in dtypes):
         names = ", ".join(sorted(dtypes)) or "none"
         raise ModelError(f"the model's parameters must be arrays of floats, got {names}", "parameters", names)
+    _shape("apply", lambda x_N: model.apply(model.init(key), x_N, None), x_N)
     outputs = _shape("apply", lambda x_N: model.apply(model.init(key), x_N, key), x_N)
     shape = _shape("loss", model.loss, outputs, y_N).shape
     if shape != (2,):
@@ -96,15 +100,33 @@ def check_metrics(data: FederatedData, model: Model, metrics: Sequence[Metric]) 
     measure(metrics, np.zeros(jax.eval_shape(apply, x_N).shape, np.float32), y_N[:8])
 
 
+def check_optimizers(like: Parameters, training: LocalTraining, server: ServerOptimizer) -> None:
+    """Refuse optimizers that cannot train such parameters, before anything is compiled.
+
+    Raises:
+        InvalidValueError: If the initialization or a step of an optimizer fails.
+    """
+    row = jax.eval_shape(lambda theta: ravel_pytree(theta)[0], like)
+    transformations = {"training": (training.transformation(0.1), like), "server": (server.transformation(), row)}
+    for name, (transformation, theta) in transformations.items():
+        try:
+            check_transformation(transformation, theta)
+        except Exception as error:
+            cause = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
+            message = f"{name}.optimizer fails on the model's parameters: {cause}"
+            raise InvalidValueError(message, f"{name}.optimizer", transformation) from error
+
+
 def _shape(field: str, function: Callable[..., Array], *arguments: Any) -> Any:
     """The shape of what a function of a model returns."""
     try:
         return jax.eval_shape(function, *arguments)
     except FedHDPError:
         raise
-    except (TypeError, ValueError, IndexError, KeyError) as error:
+    except Exception as error:  # a user's function, and the library that it uses
         shapes = " and ".join(f"{argument.dtype}{list(argument.shape)}" for argument in arguments)
-        message = f"the model's {field} failed with {shapes}: {type(error).__name__}: {error}"
+        cause = str(error).strip().split("\n")[0]
+        message = f"the model's {field} failed with {shapes}: {type(error).__name__}: {cause}"
         raise ModelError(message, field, shapes) from error
 
 

@@ -28,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedhdp.client import LocalTraining, scale_inputs, shuffle
 from fedhdp.engine import kernels
+from fedhdp.engine.checks import check_optimizers
 from fedhdp.engine.chunk import Clients, client_updates
 from fedhdp.engine.low_rank import gram, parametrize, trained_form
 from fedhdp.mechanism import RoundParams
@@ -103,6 +104,7 @@ class Engine:
         self.by_client, self.replicated = NamedSharding(self.mesh, BY_CLIENT), NamedSharding(self.mesh, REPLICATED)
         self._example_spec = REPLICATED if config.replicated else BY_CLIENT
         self.like = jax.eval_shape(model.init, jax.random.key(0))
+        check_optimizers(self.like, training, server)
         zeros_P, self.unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, self.like))
         self.parameters = zeros_P.size
         graphs = {"xla_gpu_graph_min_graph_size": 1} if on_gpu else None  # launches many small kernels as one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -12,8 +12,9 @@ import numpy as np
 
 from fedhdp.engine import personal_store
 from fedhdp.experiments.config import Experiment, Variant, without_none
-from fedhdp.mechanism import SERVER
-from fedhdp.privacy.accounting import pluralize
+from fedhdp.experiments.start import StartCost
+from fedhdp.mechanism import SERVER, Mechanism
+from fedhdp.privacy.accounting import PrivacyCost, pluralize
 from fedhdp.privacy.budget import BudgetExhausted, RunBilling
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results.loggers import LoggedVariant, VariantLog
@@ -66,6 +67,7 @@ class VariantBatch:
         parts: list[VariantDirectory],
         watch: Watch,
         extensions: Sequence[Extension] = (),
+        start_cost: StartCost | None = None,
     ):
         self.experiment, self.simulation, self.watch = experiment, simulation, watch
         self.variants = [experiment.variants[number] for number in numbers]
@@ -76,6 +78,7 @@ class VariantBatch:
         self.checkpoint_pause = experiment.checkpoint_seconds
         self.mechanisms = simulation.mechanisms  # with all groups, also those that are dropped later
         self.stopped: str | None = None
+        self.start_cost = start_cost
         self.asked = extensions[-1].epsilon_targets if extensions else {}
         self.notes = [extension_note(extensions[0].rounds, experiment.rounds)] if extensions else []
         self._restore()
@@ -219,6 +222,20 @@ class VariantBatch:
         names = {"variants": np.array([variant.name for variant in self.variants])}
         self.parts[0].save_checkpoint({**self.simulation.state_arrays(), **counts, **names})
 
+    def _start_notes(self, mechanism: Mechanism, costs_of: Callable[[str], Iterable[PrivacyCost]]) -> list[str]:
+        """What the model that the run began with had cost."""
+        if self.start_cost is None:
+            return []
+        costs = {group.name: [cost for cost in costs_of(group.name) if cost.rounds] for group in mechanism.groups}
+        return self.start_cost.notes(costs, self.experiment, self.parts[0].path.parent)
+
+    def _write_personal(self, number: int) -> None:
+        """Write every client's personal model; one who has not taken part has the global model."""
+        count = self.simulation.data.num_clients
+        parts = (np.arange(first, min(first + PERSONAL_PART, count)) for first in range(0, count, PERSONAL_PART))
+        rows = (self.simulation.personal_models(clients, number) for clients in parts)
+        self.parts[number].write_personal((count, self.simulation.engine.parameters), rows)
+
     def _keeps_checkpoint(self) -> bool:
         """Whether the checkpoint is kept at the end, so that the run can be extended."""
         if self.experiment.keep_checkpoint is not None:
@@ -241,18 +258,23 @@ class VariantBatch:
             result = VariantResult(variant.name, variant.algorithm, rounds, seconds, experiment.repeatable, groups)
             result.metrics = self.simulation.metrics
             result.stopped, result.preparation = self.stopped, self.simulation.data.preparation
-            result.notes = list(self.notes)
+            result.notes = self.notes + self._start_notes(mechanism, costs_of)
             results.append(attach_metrics(result, history))
         keep = self._keeps_checkpoint()
         if keep:
             self.save_checkpoint()
         for number in reversed(range(len(results))):
+            if experiment.keep_personal:
+                self._write_personal(number)
             variant_scores = {name: score_KV[:, number].astype(np.float32) for name, score_KV in scores.items()}
             parameters = self.simulation.named_parameters(number)
             self.parts[number].finish(parameters, results[number], variant_scores, keep)
         if not keep:
             (self.parts[0].path / personal_store.FILE_NAME).unlink(missing_ok=True)
         return results
+
+
+PERSONAL_PART = 256  # clients whose personal models are written at a time
 
 
 def extension_note(first: int, rounds: int) -> str:

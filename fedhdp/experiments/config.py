@@ -22,6 +22,7 @@ from fedhdp.experiments.components import BuiltInData, DataConfig, MlpConfig, Mo
 from fedhdp.experiments.errors import FieldNames, config_error
 from fedhdp.experiments.file_data import DataFiles
 from fedhdp.experiments.groups import group_counts, group_sizes, with_group_levels
+from fedhdp.experiments.start import StartFrom, as_start
 from fedhdp.experiments.weights import count_parameters, has_known_shape
 from fedhdp.mechanism import AdaptiveClip, Clip, LayerClip, Mechanism, Noise, Sampling, parse_clip
 from fedhdp.metrics import NAMES
@@ -126,6 +127,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         checkpoint_seconds: Seconds between checkpoints, at least.
         keep_checkpoint: Whether the final state is kept, personal models included, so that the run can be extended. None:
             where these are at most 256 MiB.
+        keep_personal: Whether every client's personal model is kept (`fedhdp.results.load_personal`).
+        start_from: The run whose global model is the first one.
         delta: The delta of groups without a delta.
         accountant: What calibrates noise, computes epsilons and keeps budgets. None: RDP with a ledger or with fixed
             cohorts, else PLD.
@@ -151,6 +154,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loggers: tuple[str | Logger, ...] = ()
     checkpoint_seconds: float = 30.0
     keep_checkpoint: bool | None = None
+    keep_personal: bool = False
+    start_from: str | StartFrom | None = None
     delta: float = 1e-4
     accountant: Accountant | None = None
     ledger: str | None = None
@@ -205,6 +210,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         base = self.mechanism.uncalibrated(default_clients=1)
         for number, variant in enumerate(self.variants):
             training, _ = self.overrides(number)
+            has_personal = training.personalize or not self.keep_personal
+            require(has_personal, "keep_personal", True, f"false, as {variant.name} does not personalize")
             try:
                 self.mechanism.with_epsilons(variant.epsilons)
                 training.check(variant.mechanism(base))
@@ -249,7 +256,9 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def load_if_needed(self) -> FederatedData | None:
         """Load the data where they alone know how many clients the groups have, or how many parameters the model has."""
         has_weights = all(group.weight is not None for group in self.mechanism.groups)
-        known = group_counts(self.mechanism, self._clients) is not None and (has_weights or has_known_shape(self.data))
+        known = group_counts(self.mechanism, self._clients) is not None and (
+            has_weights or has_known_shape(self.data, self.model)
+        )
         return None if known else self.load_data()
 
     def build_mechanism(self, data: FederatedData | None = None) -> Mechanism:
@@ -274,10 +283,12 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [variant.mechanism(self._base(variant, mechanism, data), with_weights) for variant in self.variants]
 
     def _base(self, variant: Variant, mechanism: Mechanism, data: FederatedData | None) -> Mechanism:
-        """The mechanism that a variant changes: calibrated for the variant's own epsilons where it has some."""
-        if not variant.epsilons:
+        """The mechanism that a variant changes: calibrated for the variant's own epsilons and sampling if it has some."""
+        sampling = variant.sampling or self.mechanism.sampling
+        if not variant.epsilons and sampling == self.mechanism.sampling:
             return mechanism
-        return replace(self, mechanism=self.mechanism.with_epsilons(variant.epsilons)).build_mechanism(data)
+        config = replace(self.mechanism.with_epsilons(variant.epsilons), sampling=sampling)
+        return replace(self, mechanism=config).build_mechanism(data)
 
     def _with_weights(self, data: FederatedData | None, mechanism: Mechanism, given: Iterable[str] = ()) -> Mechanism:
         """The mechanism with the theory's weights for groups that state none and are not among ``given``."""
@@ -318,8 +329,11 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _with_files(self, change: Callable[[Any], Any], directory: Path) -> Experiment:
         ledger, loggers = self.ledger and str(directory / self.ledger), resolve_paths(self.loggers, directory)
-        components = {"data": self.data, "model": self.model}
-        files = {name: change(value) for name, value in components.items() if isinstance(value, PythonFile | DataFiles)}
+        parts = {"data": self.data, "model": self.model, "start_from": as_start(self.start_from)}
+        with_files = {
+            name: value for name, value in parts.items() if isinstance(value, PythonFile | DataFiles | StartFrom)
+        }
+        files = {name: change(value) for name, value in with_files.items()}
         return msgspec.structs.replace(self, ledger=ledger, loggers=loggers, **files)
 
 
@@ -334,7 +348,17 @@ def _override(value: Any, changes: Mapping[str, Any], path: str) -> Any:
         raise config_error(error, changes, FIELDS, prefix=path) from error
 
 
-_PARTS = (GroupConfig, MechanismConfig, AdaptiveClip, LayerClip, LocalTraining, ServerOptimizer, Variant, Budget)
+_PARTS = (
+    StartFrom,
+    GroupConfig,
+    MechanismConfig,
+    AdaptiveClip,
+    LayerClip,
+    LocalTraining,
+    ServerOptimizer,
+    Variant,
+    Budget,
+)
 FIELDS = FieldNames([*get_args(DataConfig), *get_args(ModelConfig), *get_args(Logger), *_PARTS, Experiment])
 
 

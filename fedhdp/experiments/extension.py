@@ -6,12 +6,14 @@ multipliers and weights, as they were calibrated, and no epsilons.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
+from fedhdp.data import FederatedData
 from fedhdp.errors import RunError, require
 from fedhdp.experiments.batch import Watch
 from fedhdp.experiments.config import Experiment, Variant, to_toml
@@ -51,18 +53,21 @@ def extend(
     require(rounds >= 1, "rounds", rounds, "at least 1")
     with RunDirectory.open(out) as directory:
         experiment = read_experiment(out)
-        mechanism = experiment.build_mechanism()
+        data = experiment.load_if_needed()
+        mechanism = experiment.build_mechanism(data)
         if rounds != experiment.rounds:
             _check_checkpoints(experiment, directory, rounds)
-            extended = _state_mechanism(experiment, mechanism, rounds)
-            targets = _targets(experiment, mechanism, directory)
+            extended = _state_mechanism(experiment, mechanism, rounds, data)
+            mechanisms = experiment.variant_mechanisms(mechanism, data)
+            targets = (
+                directory.extensions[-1].epsilon_targets if directory.extensions else _targets(experiment, mechanisms)
+            )
             if rounds > experiment.rounds and not allow_more_epsilon:
-                _check_epsilons(
-                    extended, targets, directory.extensions[0].rounds if directory.extensions else experiment.rounds
-                )
+                first = directory.extensions[0].rounds if directory.extensions else experiment.rounds
+                _check_epsilons(extended, mechanisms, targets, first)
             directory.extend(to_toml(extended).encode(), Extension(experiment.rounds, targets))
-            experiment, mechanism = extended, extended.build_mechanism()
-        return run_variants(experiment, mechanism, directory, watch, cohort_entropy)
+            experiment, mechanism = extended, extended.build_mechanism(data)
+        return run_variants(experiment, mechanism, directory, watch, cohort_entropy, data)
 
 
 def _check_checkpoints(experiment: Experiment, directory: RunDirectory, rounds: int) -> None:
@@ -81,7 +86,9 @@ def _check_checkpoints(experiment: Experiment, directory: RunDirectory, rounds: 
         )
 
 
-def _state_mechanism(experiment: Experiment, mechanism: Mechanism, rounds: int) -> Experiment:
+def _state_mechanism(
+    experiment: Experiment, mechanism: Mechanism, rounds: int, data: FederatedData | None = None
+) -> Experiment:
     """The experiment with other rounds, in which every group states its noise and weight as they were run.
 
     Raises:
@@ -95,11 +102,11 @@ def _state_mechanism(experiment: Experiment, mechanism: Mechanism, rounds: int) 
     chosen = replace(experiment, variants=tuple(replace(v, algorithm="fedhdp") for v in experiment.variants))
     variants = tuple(
         _state_variant(variant, mechanism, changed)
-        for variant, changed in zip(experiment.variants, chosen.variant_mechanisms(mechanism), strict=True)
+        for variant, changed in zip(experiment.variants, chosen.variant_mechanisms(mechanism, data), strict=True)
     )
     extended = replace(experiment, rounds=rounds, mechanism=replace(config, groups=groups), variants=variants)
-    same = extended.variant_mechanisms(extended.build_mechanism()) == experiment.variant_mechanisms(mechanism)
-    if not same:
+    same = extended.variant_mechanisms(extended.build_mechanism(data), data)
+    if same != experiment.variant_mechanisms(mechanism, data):
         raise RunError("rounds cannot be changed: the mechanism depends on them", "rounds", rounds)
     return extended
 
@@ -116,22 +123,19 @@ def _state_variant(variant: Variant, base: Mechanism, changed: Mechanism) -> Var
     return replace(variant, **changes)
 
 
-def _targets(experiment: Experiment, mechanism: Mechanism, directory: RunDirectory) -> Targets:
+def _targets(experiment: Experiment, mechanisms: Sequence[Mechanism]) -> Targets:
     """The epsilons that groups asked for and that the run as it was started keeps."""
-    if directory.extensions:
-        return directory.extensions[-1].epsilon_targets
     targets: Targets = {}
-    for variant, changed in zip(experiment.variants, experiment.variant_mechanisms(mechanism), strict=True):
+    for variant, changed in zip(experiment.variants, mechanisms, strict=True):
         epsilons = _epsilons(experiment, changed)
         asked = experiment.epsilon_targets(variant)
         targets[variant.name] = {name: asked[name] for name in asked if epsilons.get(name, 0.0) <= asked[name]}
     return targets
 
 
-def _check_epsilons(extended: Experiment, targets: Targets, first: int) -> None:
+def _check_epsilons(extended: Experiment, mechanisms: Sequence[Mechanism], targets: Targets, first: int) -> None:
     """Refuse rounds after which a group without a budget has a larger epsilon than it asked for."""
     budgets = _budgets(extended)
-    mechanisms = extended.variant_mechanisms(extended.build_mechanism())
     for variant, mechanism in zip(extended.variants, mechanisms, strict=True):
         epsilons = _epsilons(extended, mechanism)
         for name, target in targets.get(variant.name, {}).items():

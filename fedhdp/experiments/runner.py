@@ -15,10 +15,11 @@ from fedhdp.engine.personal_store import personal_bytes, personal_bytes_limit
 from fedhdp.errors import ConfigError, RunError
 from fedhdp.experiments.batch import Interrupted, Progress, VariantBatch, Watch
 from fedhdp.experiments.config import Experiment, from_toml, to_toml
+from fedhdp.experiments.start import copy_start, read_start
 from fedhdp.experiments.sweep import expand
 from fedhdp.mechanism import Mechanism
 from fedhdp.metrics import replace_metrics
-from fedhdp.models import Model
+from fedhdp.models import Model, unname_parameters
 from fedhdp.privacy.accounting import privacy_costs
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results.loggers import check_installed
@@ -53,6 +54,7 @@ def run(experiment: Experiment, out: Path, watch: Watch, cohort_entropy: np.ndar
     experiment = experiment.pin()
     with RunDirectory.create(out, to_toml(experiment).encode()) as directory:
         try:
+            copy_start(experiment, out)
             return run_variants(experiment, mechanism, directory, watch, cohort_entropy, data)
         except (ValueError, OSError):
             directory.discard_if_empty()
@@ -140,6 +142,10 @@ def run_variants(
         data = experiment.load_data() if data is None else data
         model = experiment.model.build(int(np.prod(data.input_shape)), data.classes)
         model = model._replace(metrics=replace_metrics(model.metrics, experiment.metrics))
+        initial_model, start_cost = None, None
+        if experiment.start_from is not None:
+            arrays, start_cost = read_start(directory.path)
+            initial_model = unname_parameters(model, arrays, "start_from")
         mechanisms = experiment.variant_mechanisms(mechanism, data)
         private = any(not group.opted_out for variant in mechanisms for group in variant.groups)
         if not private or experiment.ledger is not None:
@@ -153,9 +159,9 @@ def run_variants(
                 batch_mechanisms = [mechanisms[number] for number in numbers]
                 settings = (*experiment.overrides(numbers[0]), experiment.seed, experiment.noise_seed)
                 path = parts[numbers[0]].path
-                simulation = Simulation(data, model, batch_mechanisms, *settings, path, cohort_entropy)
+                simulation = Simulation(data, model, batch_mechanisms, *settings, path, cohort_entropy, initial_model)
                 directory.record_clients(simulation.group_of_client())
-                batch = VariantBatch(experiment, numbers, simulation, parts, watch, directory.extensions)
+                batch = VariantBatch(experiment, numbers, simulation, parts, watch, directory.extensions, start_cost)
                 for number, result in zip(numbers, batch.run(directory.id, ledger), strict=True):
                     results[number] = result
     variants = [result for result in results if result is not None]

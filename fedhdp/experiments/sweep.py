@@ -239,7 +239,7 @@ def _effect(experiment: Experiment, variant: Variant) -> tuple[object, ...]:
         return group if group.epsilon is None else replace(group, epsilon=None, noise_multiplier=1 / group.epsilon)
 
     config = experiment.mechanism.with_epsilons(variant.epsilons)
-    mechanism = replace(config, groups=tuple(map(with_noise, config.groups))).uncalibrated()
+    mechanism = replace(config, groups=tuple(map(with_noise, config.groups))).uncalibrated(default_clients=1)
     return variant.mechanism(mechanism), *replace(experiment, variants=(variant,)).overrides(0)
 
 

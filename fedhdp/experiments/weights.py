@@ -7,14 +7,21 @@ from collections.abc import Callable
 
 from fedhdp.data import FederatedData
 from fedhdp.devices import use_cpu_cores
-from fedhdp.experiments.components import DataConfig, FemnistConfig, HandwritingConfig, MnistConfig, ModelConfig
+from fedhdp.experiments.components import (
+    DataConfig,
+    FemnistConfig,
+    HandwritingConfig,
+    MnistConfig,
+    ModelConfig,
+    PythonModel,
+)
 
 PIXELS = 28 * 28
 
 
-def has_known_shape(data: DataConfig) -> bool:
-    """Whether the numbers of inputs and classes are known without the data."""
-    return isinstance(data, HandwritingConfig | FemnistConfig | MnistConfig)
+def has_known_shape(data: DataConfig, model: ModelConfig) -> bool:
+    """Whether the model can be built without the data."""
+    return isinstance(data, HandwritingConfig | FemnistConfig | MnistConfig) or isinstance(model, PythonModel)
 
 
 def count_parameters(data: DataConfig, model: ModelConfig, load: Callable[[], FederatedData]) -> int:
@@ -32,6 +39,8 @@ def count_parameters(data: DataConfig, model: ModelConfig, load: Callable[[], Fe
         inputs, classes = PIXELS, int(data.classes)
     elif isinstance(data, MnistConfig):
         inputs, classes = PIXELS, 10
+    elif isinstance(model, PythonModel):
+        inputs, classes = 0, 0  # its file knows the shapes
     else:
         loaded = load()
         inputs, classes = math.prod(loaded.input_shape), loaded.classes

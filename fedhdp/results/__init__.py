@@ -1,6 +1,7 @@
 """The record of a run: its schema, its files, its metrics and its tables."""
 
 from fedhdp.results.metrics import group_rows, half_interval
+from fedhdp.results.models import PersonalModels, load_model, load_personal
 from fedhdp.results.schema import (
     GroupResult,
     MetricInfo,
@@ -33,6 +34,7 @@ __all__ = [
     "GroupResult",
     "MetricInfo",
     "MetricRow",
+    "PersonalModels",
     "RunDirectory",
     "Summary",
     "VariantDirectory",
@@ -45,6 +47,8 @@ __all__ = [
     "format_table",
     "group_rows",
     "half_interval",
+    "load_model",
+    "load_personal",
     "read_arrays",
     "read_value",
     "slug",

@@ -9,7 +9,9 @@
     DIR/VARIANT/personal.bin      personal models that do not fit into memory; kept with the checkpoint
     DIR/VARIANT/model.npz         the final global model (and its average), by parameter
     DIR/VARIANT/scores.npz        each client's final values, by MODEL/METRIC
+    DIR/VARIANT/personal_models.npy   every client's personal model, a row each (see Experiment.keep_personal)
     DIR/VARIANT/result.json       the variant's part of the summary
+    DIR/start.npz, start.json     the global model that the run began with, and what it had cost (Experiment.start_from)
 
 A folder of several runs, of seeds or of a sweep, has:
 
@@ -57,6 +59,8 @@ CLIENTS_FILE = "clients.csv"  # each client's group
 RUNS_FILE, TABLE_FILE, NUMBERS_FILE = "runs.json", "table.md", "table.csv"  # of a folder of several runs
 HISTORY_FILE, CHECKPOINT_FILE = "history.csv", "checkpoint.npz"
 MODEL_FILE, SCORES_FILE, RESULT_FILE = "model.npz", "scores.npz", "result.json"
+PERSONAL_FILE = "personal_models.npy"
+START_MODEL_FILE, START_FILE = "start.npz", "start.json"
 
 
 class Extension(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -284,7 +288,7 @@ class RunDirectory:
     def discard_if_empty(self) -> None:
         """Remove the directory unless it has results."""
         files = {file.name for file in self.path.rglob("*") if file.is_file()}
-        if files <= {LOCK_FILE, RUN_FILE, EXPERIMENT_FILE, CLIENTS_FILE}:
+        if files <= {LOCK_FILE, RUN_FILE, EXPERIMENT_FILE, CLIENTS_FILE, START_MODEL_FILE, START_FILE}:
             shutil.rmtree(self.path)
 
     def record_clients(self, group_of_client: Mapping[str, str]) -> None:
@@ -377,6 +381,18 @@ class VariantDirectory:
             file.write(_csv_lines(rows))
             file.flush()
             os.fsync(file.fileno())
+
+    def write_personal(self, shape: tuple[int, int], rows: Iterable[np.ndarray]) -> None:
+        """Write personal models: a row of parameters for each client, of whom ``rows`` has some at a time."""
+        part = self.path / f"{PERSONAL_FILE}.part"
+        models = np.lib.format.open_memmap(part, "w+", np.float32, shape)
+        first = 0
+        for row_CP in rows:
+            models[first : first + len(row_CP)] = row_CP
+            first += len(row_CP)
+        models.flush()
+        del models
+        os.replace(part, self.path / PERSONAL_FILE)
 
     def finish(
         self,

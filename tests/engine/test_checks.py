@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import raises_field, tiny_data
 
-from fedhdp.engine.checks import check_data
+from fedhdp.client import LocalTraining
+from fedhdp.engine.checks import check_data, check_optimizers
 from fedhdp.errors import DataError, ModelError
 from fedhdp.models import Model, linear, mlp, squared_error
+from fedhdp.server import ServerOptimizer
 
 MODEL, DATA = mlp(12, 5, 3), tiny_data([3, 4, 5])
 
@@ -59,3 +63,22 @@ def test_data_and_model_that_fit_are_accepted():
 
 def test_server_without_examples_is_accepted():
     check_data(DATA._replace(server_x_N=np.zeros((0,)), server_y_N=np.zeros(0)), MODEL)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.lbfgs(),  # needs the loss
+        optax.multi_transform({"all": optax.sgd(0.1)}, {"first": "all"}),  # labels of other parameters
+        optax.GradientTransformation(lambda theta: 0, lambda update, state, theta: (update, jnp.zeros(state + 2))),
+        optax.stateless(lambda update, theta: jax.tree.map(jnp.sum, update)),
+    ],
+    ids=["lbfgs", "labels", "state", "update"],
+)
+def test_optimizer_that_cannot_train_the_model_is_refused(optimizer):
+    like = jax.eval_shape(MODEL.init, jax.random.key(0))
+    with raises_field("training.optimizer"):
+        check_optimizers(like, LocalTraining(optimizer=optimizer), ServerOptimizer())
+    with raises_field("server.optimizer"):
+        check_optimizers(like, LocalTraining(), ServerOptimizer(optimizer))
+    check_optimizers(like, LocalTraining(optimizer=optax.adamw(0.1)), ServerOptimizer(optax.adafactor(0.1)))

@@ -84,6 +84,16 @@ def test_budget_stops_the_run(ledger, tmp_path):
     assert (tmp_path / "again" / "fedhdp" / "model.npz").exists()
 
 
+def test_a_group_that_asks_for_its_budget_reaches_its_last_round(ledger, tmp_path):
+    experiment = charged(ledger, budgets={"private": Budget(8.0, 1e-4)})
+    variant = run(experiment, tmp_path / "run", keep_going).variants[0]
+    private = variant.groups[1]
+    assert (variant.rounds, variant.stopped, private.rounds) == (12, None, 12)
+    assert (private.accountant, private.epsilon_target) == ("rdp", 8.0)
+    assert 0.99 * 8 <= private.epsilon <= 8
+    assert private.epsilon == pytest.approx(spent(ledger))
+
+
 def test_progress_states_the_rounds_left(ledger, tmp_path):
     budget = Budget(20.0, 1e-4)
     experiment = charged(ledger, budgets={"private": budget}, rounds=4)

@@ -11,6 +11,8 @@ from helpers import raises_field
 from fedhdp.errors import ConfigError
 from fedhdp.experiments import Experiment, find, from_toml, to_toml
 from fedhdp.experiments.sweep import MAX_VARIANTS, changes, expand
+from fedhdp.optimizers import OptimizerConfig
+from fedhdp.server import ServerOptimizer
 
 WEIGHT = "mechanism.groups.private.weight"
 
@@ -32,11 +34,19 @@ def test_weight_makes_variants_of_those_that_have_weights():
 
 
 def test_training_and_server_make_variants():
-    [experiment] = swept(training__learning_rate=[0.1, 0.5], server__momentum=[0.0, 0.9]).values()
+    [experiment] = swept(training__learning_rate=[0.1, 0.5], server__average=[0.9, 0.99]).values()
     assert len(experiment.variants) == 8
-    assert experiment.variants[3].name == "DP-FedAvg learning_rate=0.5 momentum=0.9"
+    assert experiment.variants[3].name == "DP-FedAvg learning_rate=0.5 average=0.99"
     assert experiment.overrides(3)[0].learning_rate == 0.5
-    assert experiment.overrides(3)[1].momentum == 0.9
+    assert experiment.overrides(3)[1].average == 0.99
+
+
+def test_argument_of_an_optimizer_makes_variants():
+    server = ServerOptimizer(OptimizerConfig("sgd", learning_rate=0.4, momentum=0.9))
+    sweep = {"server.optimizer.learning_rate": [0.1, 0.2], "server.optimizer.momentum": [0.0, 0.5]}
+    [experiment] = expand(tiny(server=server, sweep=sweep)).values()
+    optimizers = [experiment.overrides(number)[1].optimizer for number in range(4)]
+    assert [(o["learning_rate"], o["momentum"]) for o in optimizers] == [(0.1, 0.0), (0.1, 0.5), (0.2, 0.0), (0.2, 0.5)]
 
 
 def test_model_and_rounds_make_experiments():

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import pytest
 from experiment_helpers import keep_going, tiny
-from helpers import raises_field
+from helpers import raises_field, tiny_data
 from msgspec.structs import replace
 
+from fedhdp.data import FederatedData
 from fedhdp.experiments import Experiment, Variant, run
-from fedhdp.experiments.components import CnnConfig, FemnistConfig, LinearConfig, MlpConfig, MnistConfig
+from fedhdp.experiments.components import (
+    CnnConfig,
+    FemnistConfig,
+    LinearConfig,
+    MlpConfig,
+    MnistConfig,
+    PythonData,
+    PythonModel,
+)
 from fedhdp.experiments.weights import count_parameters
+from fedhdp.privacy import epsilon
 from fedhdp.theory import with_optimal_weights
 
 PARAMETERS = (784 + 1) * 8 + (8 + 1) * 10  # of the tiny experiment's network
@@ -19,6 +29,10 @@ def unweighted(**changes: object) -> Experiment:
     """The tiny experiment without weights."""
     groups = tuple(replace(group, weight=None) for group in tiny().mechanism.groups)
     return tiny(mechanism=replace(tiny().mechanism, groups=groups), **changes)
+
+
+def no_data() -> FederatedData:
+    pytest.fail("data were loaded")
 
 
 def weights_of(mechanism) -> dict[str, float]:
@@ -34,13 +48,21 @@ def weights_of(mechanism) -> dict[str, float]:
         (FemnistConfig(clients=10, classes=10), LinearConfig(), 785 * 10),
     ],
 )
-def test_parameters_are_counted_without_data(data, model, parameters, monkeypatch):
-    monkeypatch.setattr("fedhdp.datasets.make_handwriting", lambda *a, **k: pytest.fail("data were loaded"))
-    assert count_parameters(data, model, tiny().mechanism, 0) == parameters
+def test_parameters_are_counted_without_data(data, model, parameters):
+    assert count_parameters(data, model, no_data) == parameters
+
+
+def test_parameters_of_a_users_file(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("from fedhdp.models import linear\nmodel = lambda: linear(5, 3)\n")
+    data = PythonData(file=str(own), clients=4)
+    assert count_parameters(data, PythonModel(file=str(own)), no_data) == (5 + 1) * 3
+    loaded = tiny_data([3, 4], inputs=6)
+    assert count_parameters(data, LinearConfig(), lambda: loaded) == (6 + 1) * 3
 
 
 def test_parameters_of_a_convolutional_network():
-    assert count_parameters(FemnistConfig(clients=10), CnnConfig(), tiny().mechanism, 0) > 100_000
+    assert count_parameters(FemnistConfig(clients=10), CnnConfig(), no_data) > 100_000
 
 
 def test_weights_are_the_theorys():
@@ -88,6 +110,16 @@ def test_accountant_of_a_run(tmp_path):
     for changes in ({"ledger": "population"}, {"variants": (fixed,)}):
         with raises_field("accountant"):
             tiny(accountant="pld", **changes)
+
+
+def test_a_variant_is_calibrated_for_its_own_sampling():
+    fixed = replace(tiny().variants[1], name="fixed", sampling="fixed")
+    experiment = tiny(variants=(tiny().variants[1], fixed))
+    poisson, cohorts = experiment.variant_mechanisms(experiment.build_mechanism())
+    assert cohorts.groups[1].noise_multiplier > poisson.groups[1].noise_multiplier
+    for mechanism in (poisson, cohorts):
+        had = epsilon(mechanism, experiment.rounds, experiment.delta, experiment.run_accountant)
+        assert 0.98 * 8 <= had["private"] <= 8
 
 
 def test_targets_are_not_those_of_other_noise():

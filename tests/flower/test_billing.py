@@ -97,6 +97,16 @@ def test_epsilon_is_at_the_delta_of_its_level(tmp_path):
         assert group.epsilon == pytest.approx(compose(costs, group.delta))
 
 
+def test_a_level_that_asks_for_its_budget_reaches_its_last_round(tmp_path):
+    levels = LEVELS | {"mid": PrivacyLevel(sampling_rate=0.5, epsilon=3.0)}
+    changes = {"levels": levels, "budgets": {"mid": Budget(3.0, 1e-4)}, "rounds": 8}
+    (variant,) = run_plain(make_grid(), make_deployment(tmp_path, **changes, **PRIVATE)).variants
+    mid = next(group for group in variant.groups if group.name == "mid")
+    assert (variant.rounds, variant.stopped, mid.rounds) == (8, None, 8)
+    assert (mid.accountant, mid.epsilon_target) == ("rdp", 3.0)
+    assert mid.epsilon <= 3.0
+
+
 def test_group_with_an_exhausted_budget_is_dropped(tmp_path):
     deployment = replace(with_budget_of_two_rounds(tmp_path, "drop_group"), evaluate_every=4)
     grid = make_grid()

@@ -54,6 +54,12 @@ def test_run_config_is_read_from_dotted_keys():
     assert deployment.strictest_level == "strict"
 
 
+def test_a_weight_that_is_not_stated_is_one():
+    deployment = Deployment.from_run_config(RUN_CONFIG | {"levels.opted out.weight": 0.5})
+    mechanism = deployment.mechanism({"opted out": 3, "strict": 5})
+    assert [group.weight for group in mechanism.groups] == [0.5, 1.0]
+
+
 def test_toml_round_trip():
     deployment = Deployment.from_run_config(RUN_CONFIG)
     assert Deployment.from_toml(deployment.to_toml().decode()) == deployment
@@ -100,7 +106,7 @@ def test_run_directory_is_the_simulators(tmp_path):
     assert read_value(out / "summary.json", Summary) == summary
     assert VariantDirectory(out / "fedhdp").result() == variant
     model = {name.removeprefix("global/"): array for name, array in saved_model(deployment).items()}
-    assert variant.server_accuracy == pytest.approx(score(model))
+    assert variant.server_accuracy == pytest.approx(score(model)["accuracy"])
     metrics = {row.metric for row in saved_history(deployment)}
     assert metrics >= {"clip", "sampled", "sent", "replies", "refused", "epsilon"}
     assert not (out / "fedhdp" / "checkpoint.npz").exists()
@@ -111,7 +117,7 @@ def test_server_evaluation_needs_no_clients(tmp_path):
     deployment, grid = make_deployment(tmp_path, server_evaluate_every=1), make_grid()
     run_deployment(grid, deployment, PLAIN_MODEL, lambda arrays: float(arrays["w"].mean()))
     assert len(saved_values(deployment, SERVER, "accuracy")) == 3
-    assert not any(message.content["request"]["evaluate"] for message in grid.pushed_of("train"))
+    assert not any("metrics" in message.content["request"] for message in grid.pushed_of("train"))
 
 
 def test_public_names():

@@ -1,0 +1,195 @@
+"""A run that begins with another run's global model, and what that model had cost.
+
+The model's privacy is that of the run that made it: its groups' epsilons do not go away. Where both runs have the same
+groups of the same population, the two are composed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from fedhdp.errors import ConfigError, FedHDPError, RunError
+from fedhdp.privacy.accounting import PrivacyCost, compose, format_epsilon, is_accounting_installed, privacy_costs
+from fedhdp.results.models import find_variant, load_model
+from fedhdp.results.schema import VariantResult
+from fedhdp.results.store import (
+    CLIENTS_FILE,
+    MODEL_FILE,
+    START_FILE,
+    START_MODEL_FILE,
+    VariantDirectory,
+    read_arrays,
+    read_value,
+    write_arrays,
+    write_value,
+)
+
+if TYPE_CHECKING:
+    from fedhdp.experiments.config import Experiment
+
+Costs = dict[str, list[PrivacyCost]]
+
+
+class StartFrom(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run whose global model another run begins with.
+
+    Args:
+        run: Its directory, relative to the experiment's file.
+        variant: The variant's name. None: the only one.
+        sha256: The checksum of its ``model.npz`` when it was run. None: any.
+    """
+
+    run: str
+    variant: str | None = None
+    sha256: str | None = None
+
+    def resolve(self, directory: Path) -> StartFrom:
+        """The same run with an absolute path."""
+        return replace(self, run=str(directory / self.run))
+
+    def pin(self) -> StartFrom:
+        """The same run with an absolute path, the variant's name and the model's checksum.
+
+        Raises:
+            ConfigError: If there is no such run or variant, or the model has changed.
+        """
+        start = self.resolve(Path.cwd())
+        try:
+            path = find_variant(start.run, start.variant)
+        except RunError as error:
+            raise ConfigError(f"start_from: {error}", "start_from", self.run) from error
+        digest = hashlib.sha256((path / MODEL_FILE).read_bytes()).hexdigest()
+        if self.sha256 not in (None, digest):
+            message = f"start_from: {path / MODEL_FILE} has changed: its sha256 is {digest}, not {self.sha256}"
+            raise ConfigError(message, "start_from.sha256", digest)
+        return replace(start, variant=_result(path).name, sha256=digest)
+
+
+def as_start(value: str | StartFrom | None) -> StartFrom | None:
+    """A run's directory as a value with its fields."""
+    return StartFrom(value) if isinstance(value, str) else value
+
+
+class StartCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the model that a run began with had cost.
+
+    Attributes:
+        run: The run's directory.
+        variant: Its variant.
+        sha256: The checksum of its model.
+        epsilons: Each group's epsilon in it; None where it is not known.
+        bases: What each finite epsilon rests on.
+        costs: The rounds of it and of the runs before it by group, to compose; None where they cannot be composed.
+        obstacle: Why they cannot be composed.
+        clients_sha256: The checksum of its clients and their groups.
+    """
+
+    run: str
+    variant: str
+    sha256: str
+    epsilons: dict[str, float | None]
+    bases: dict[str, str]
+    costs: dict[str, list[PrivacyCost]] | None = None
+    obstacle: str = ""
+    clients_sha256: str | None = None
+
+    def notes(self, costs: Costs, experiment: Experiment, directory: Path) -> list[str]:
+        """What a table says of a run in this directory with these costs."""
+        spent = ", ".join(f"ε {name} = {_text(epsilon)}" for name, epsilon in self.epsilons.items())
+        bases = "; ".join(f"{name}: {basis}" for name, basis in self.bases.items())
+        notes = [f"began with the global model of {self.run} ({self.variant}), which had cost {spent} ({bases})"]
+        obstacle = self.obstacle
+        if not obstacle and self.clients_sha256 != clients_checksum(directory):
+            obstacle = "the clients or their groups differ"
+        if self.costs is None or obstacle:
+            return [*notes, f"the epsilons of this table are of this run alone, not composed with those: {obstacle}"]
+        if not is_accounting_installed():
+            return notes
+        together = []
+        for name, before in self.costs.items():
+            delta, accountant = experiment.delta_of(name), experiment.run_accountant
+            total = compose([*before, *costs[name]], delta, accountant)
+            together.append(f"ε {name} = {_text(total)} at delta {delta:g}")
+        return [*notes, f"both together: {', '.join(together)}; the epsilons of this table are of this run alone"]
+
+
+def clients_checksum(directory: Path) -> str | None:
+    """The checksum of a run's clients and their groups; None where they were not recorded."""
+    path = directory / CLIENTS_FILE
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+
+
+def _text(epsilon: float | None) -> str:
+    return "not known" if epsilon is None else format_epsilon(epsilon, 3)
+
+
+def copy_start(experiment: Experiment, directory: Path) -> None:
+    """Copy the model that a pinned experiment begins with into its run's directory, and record what it had cost."""
+    start = as_start(experiment.start_from)
+    if start is not None:
+        write_value(directory / START_FILE, _start_cost(experiment, start))
+        write_arrays(directory / START_MODEL_FILE, load_model(start.run, start.variant))
+
+
+def read_start(directory: Path) -> tuple[dict[str, np.ndarray], StartCost]:
+    """The model that a run begins with, and what it had cost."""
+    return read_arrays(directory / START_MODEL_FILE), read_value(directory / START_FILE, StartCost)
+
+
+def _result(path: Path) -> VariantResult:
+    result = VariantDirectory(path).result()
+    assert result is not None  # as `find_variant` found it
+    return result
+
+
+def _start_cost(experiment: Experiment, start: StartFrom) -> StartCost:
+    assert start.variant is not None
+    assert start.sha256 is not None
+    result = _result(find_variant(start.run, start.variant))
+    epsilons = {group.name: group.epsilon for group in result.groups}
+    bases = {group.name: group.epsilon_basis for group in result.groups if group.epsilon_basis is not None}
+    cost = StartCost(start.run, start.variant, start.sha256, epsilons, bases)
+    try:
+        costs = _costs(experiment, start, result)
+        return replace(cost, costs=costs, clients_sha256=clients_checksum(Path(start.run)))
+    except FedHDPError as error:
+        return replace(cost, obstacle=str(error))
+
+
+def _costs(experiment: Experiment, start: StartFrom, result: VariantResult) -> Costs:
+    """The rounds of the run that made a model, and of those before it, by group.
+
+    Raises:
+        FedHDPError: If they cannot be composed with those of the experiment; the message says why.
+    """
+    from fedhdp.experiments.runner import read_experiment
+
+    previous = read_experiment(Path(start.run))
+    if previous.population != experiment.population:
+        raise RunError(f"the populations differ ({previous.population}; {experiment.population})")
+    groups, others = ([group.name for group in value.mechanism.groups] for value in (experiment, previous))
+    if groups != others:
+        raise RunError(f"the groups differ ({', '.join(others)}; {', '.join(groups)})")
+    if result.stopped is not None or any(0 < group.rounds < result.rounds for group in result.groups):
+        raise RunError("a budget changed the mechanism of the earlier run")
+    [variant] = [value for value in previous.variants if value.name == result.name]
+    only = replace(previous, variants=(variant,))
+    data = only.load_if_needed()
+    [mechanism] = only.variant_mechanisms(only.build_mechanism(data), data)
+    rounds = max(group.rounds for group in result.groups)  # rounds that were run again after a crash count twice
+    costs = {name: [cost] for name, cost in privacy_costs(mechanism, rounds).items()}
+    samplings = {experiment.mechanism.sampling, *(cost.sampling for of in costs.values() for cost in of)}
+    if len(samplings) > 1:
+        raise RunError(f"the runs sample in several ways ({', '.join(sorted(samplings))})")
+    if (Path(start.run) / START_FILE).exists():
+        earlier = read_value(Path(start.run) / START_FILE, StartCost)
+        if earlier.costs is None:
+            raise RunError(f"the earlier run is not composed with its own: {earlier.obstacle}")
+        costs = {name: [*earlier.costs[name], *of] for name, of in costs.items()}
+    return costs

@@ -6,6 +6,8 @@ The command line prints them as tables or as JSON.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,18 +15,21 @@ import msgspec
 from msgspec.structs import replace
 
 from fedhdp.errors import InvalidValueError, require
-from fedhdp.mechanism import SENSITIVITY, Mechanism, PrivacyGroup, Sampling
+from fedhdp.mechanism import SENSITIVITY, Mechanism, PrivacyGroup, Sampling, ScheduledMechanism, mechanism_at
 from fedhdp.privacy.accounting import (
     ADJACENCY,
     LEDGER_ACCOUNTANT,
     Accountant,
     PrivacyCost,
     compose,
+    composed_costs,
     default_accountant,
     epsilon_best_of,
     gaussian_epsilon,
     privacy_costs,
     rounds_left,
+    scheduled_costs,
+    within_budget,
 )
 from fedhdp.privacy.calibration import explain_surplus, min_noise_multiplier, noise_multiplier_for
 from fedhdp.privacy.ledger import Budget, Ledger
@@ -82,7 +87,8 @@ class GroupReport(msgspec.Struct, frozen=True):
     epsilon_tuned: float | None  # by RDP
     accountant: str
     delta: float
-    noise_multiplier: float
+    noise_multiplier: float  # the smallest of all rounds
+    mechanisms: int  # that cost the group differently, where weights change from round to round
     sampling_rate: float
     rounds: int
     sampling: str
@@ -207,7 +213,7 @@ def account_rounds(
 
 
 def account_mechanisms(
-    variants: Sequence[tuple[str, Mechanism]],
+    variants: Sequence[tuple[str, ScheduledMechanism]],
     rounds: int,
     delta_of: Callable[[str], float],
     accountant: Accountant,
@@ -217,7 +223,7 @@ def account_mechanisms(
     """Each group's epsilons, once for all variants that cost every group the same.
 
     Args:
-        variants: The name and the mechanism of each variant; all have the same groups.
+        variants: The name and the mechanism of each variant, or its function of the round; all have the same groups.
         rounds: The number of rounds.
         delta_of: The delta of each group.
         accountant: The run's accountant.
@@ -229,22 +235,32 @@ def account_mechanisms(
         A report for each set of variants with equal costs, in the order of the first of them.
     """
     names_of: dict[tuple[GroupReport, ...], list[str]] = {}
-    mechanisms = [mechanism for _, mechanism in variants]
-    for (name, mechanism), epsilons in zip(variants, targets or [{}] * len(variants), strict=True):
+    rounds_of = [_rounds_of_mechanisms(schedule, rounds) for _, schedule in variants]
+    mechanisms = [mechanism for of_variant in rounds_of for mechanism in of_variant]
+    for (name, _), of_variant, epsilons in zip(variants, rounds_of, targets or [{}] * len(variants), strict=True):
         groups = []
-        for group, cost in zip(mechanism.groups, privacy_costs(mechanism, rounds).values(), strict=True):
-            report = _group_report(mechanism, group, cost, delta_of(group.name), accountant)
+        mechanism, costs = next(iter(of_variant)), composed_costs(of_variant)
+        for group in mechanism.groups:
+            report = _group_report(mechanism, group, costs[group.name], delta_of(group.name), accountant)
             tuned = None if tuning is None else _tuned_epsilon(mechanisms, report, tuning)
             groups.append(replace(report, epsilon_target=epsilons.get(group.name), epsilon_tuned=tuned))
         names_of.setdefault(tuple(groups), []).append(name)
     return [MechanismReport(names, list(groups)) for groups, names in names_of.items()]
 
 
+def _rounds_of_mechanisms(schedule: ScheduledMechanism, rounds: int) -> Mapping[Mechanism, int]:
+    """How many rounds each mechanism runs."""
+    if isinstance(schedule, Mechanism):
+        return {schedule: rounds}
+    return Counter(mechanism_at(schedule, round) for round in range(rounds))
+
+
 def _group_report(
-    mechanism: Mechanism, group: PrivacyGroup, cost: PrivacyCost, delta: float, accountant: Accountant
+    mechanism: Mechanism, group: PrivacyGroup, costs: Sequence[PrivacyCost], delta: float, accountant: Accountant
 ) -> GroupReport:
     """The report of a group, without target and tuning."""
-    epsilon = math.inf if cost.noise_multiplier == 0 else compose([cost], delta, accountant)
+    cost = min(costs, key=lambda cost: cost.noise_multiplier)._replace(rounds=sum(cost.rounds for cost in costs))
+    epsilon = math.inf if cost.noise_multiplier == 0 else compose(costs, delta, accountant)
     return GroupReport(
         group=group.name,
         clients=group.clients,
@@ -255,11 +271,12 @@ def _group_report(
         accountant=accountant,
         delta=delta,
         noise_multiplier=cost.noise_multiplier,
+        mechanisms=len(costs),
         sampling_rate=cost.sampling_rate,
         rounds=cost.rounds,
         sampling=cost.sampling,
         adjacency=ADJACENCY[cost.sampling],
-        surplus=explain_surplus(mechanism, group),
+        surplus=explain_surplus(mechanism, group) if len(costs) == 1 else None,
     )
 
 
@@ -347,23 +364,39 @@ def group_standing(ledger: Ledger, group: str, delta: float, budget: Budget | No
     )
 
 
-def rounds_allowed(ledger: Ledger | None, mechanism: Mechanism, budgets: Mapping[str, Budget]) -> dict[str, float]:
+def rounds_allowed(
+    ledger: Ledger | None, mechanism: ScheduledMechanism, budgets: Mapping[str, Budget], rounds: int
+) -> dict[str, float]:
     """How many rounds of a mechanism each group's budget allows, after what a ledger has charged.
 
     Args:
         ledger: The ledger; None: nothing is charged or promised yet.
-        mechanism: The mechanism.
+        mechanism: The mechanism, or a function of the round.
         budgets: Budgets by group, which lower those of the ledger.
+        rounds: How many rounds a function is followed, at most.
 
     Returns:
         Numbers of rounds by group, for the groups that have a budget.
     """
-    allowed = {}
-    for name, cost in privacy_costs(mechanism).items():
+    allowed: dict[str, float] = {}
+    for name, cost in privacy_costs(mechanism_at(mechanism, 0)).items():
         is_known = ledger is not None and name in ledger.groups()
         charged = ledger.costs(name) if ledger is not None and is_known else ()
         promised = ledger.budget(name) if ledger is not None and is_known else None
         budget = budgets[name].lowered(promised) if name in budgets else promised
-        if budget is not None:
+        if budget is not None and isinstance(mechanism, Mechanism):
             allowed[name] = rounds_left(charged, cost, budget)
+        elif budget is not None:
+            allowed[name] = _scheduled_rounds_left(charged, name, mechanism, budget, rounds)
     return allowed
+
+
+def _scheduled_rounds_left(
+    charged: Sequence[PrivacyCost], group: str, mechanism: ScheduledMechanism, budget: Budget, rounds: int
+) -> int:
+    """How many of the first rounds of a function of the round a budget allows."""
+
+    def is_refused(count: int) -> bool:
+        return not within_budget((*charged, *scheduled_costs(mechanism, count)[group]), budget)
+
+    return bisect_left(range(1, rounds + 1), True, key=is_refused)

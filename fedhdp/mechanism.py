@@ -37,6 +37,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -402,3 +403,19 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             quantile=np.float32(clip.quantile),
             clip_learning_rate=np.float32(clip.learning_rate),
         )
+
+
+ScheduledMechanism: TypeAlias = (
+    Mechanism | Callable[[int], Mechanism]
+)  # a function of the round, the first round being 0
+
+
+def mechanism_at(mechanism: ScheduledMechanism, round: int) -> Mechanism:
+    """The mechanism of a round, the first round being 0.
+
+    Raises:
+        InvalidValueError: If a function returns no ``Mechanism``.
+    """
+    value = mechanism if isinstance(mechanism, Mechanism) else mechanism(round)
+    require(isinstance(value, Mechanism), "mechanism", type(value).__name__, f"a Mechanism in round {round + 1}")
+    return value

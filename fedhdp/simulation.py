@@ -5,6 +5,7 @@ Axis letters: K clients, V mechanisms (and personal models of a client), R runs,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from fedhdp.engine.personal_store import StateArrays, make_personal_store
 from fedhdp.engine.placement import Placement, make_slot_table
 from fedhdp.engine.round import Engine, EngineConfig, ExampleArrays, RoundParamsBatch
 from fedhdp.errors import ModelError, RunError, require
-from fedhdp.mechanism import Mechanism
+from fedhdp.mechanism import Mechanism, ScheduledMechanism, mechanism_at
 from fedhdp.models import Array, Model, Parameters, name_parameters, parameter_sizes, unname_parameters
 from fedhdp.results.metrics import MetricRow, clip_rows, evaluation_rows, round_rows
 from fedhdp.results.schema import MetricInfo, SimulationResult
@@ -54,7 +55,8 @@ class Simulation:
         data: Every client's examples. A client is in the group of its level's name; where the data has no levels, the seed
             draws them by the groups' numbers of clients.
         model: The network.
-        mechanisms: One mechanism, or several that draw the same cohorts.
+        mechanisms: One mechanism, or several that draw the same cohorts. Each may be a function that returns the mechanism
+            of a round, the first round being 0. It depends on the round alone, and groups and first clips stay the same.
         training: How clients train.
         server_optimizer: A ServerOptimizer, an OptimizerConfig or any optax transformation. None: the update is added.
         seed: Seed of the initial model and of the batches, from 0 to 2**31 - 1.
@@ -73,6 +75,7 @@ class Simulation:
         group_K: Each client's group, as an index into the mechanism's groups.
         participated_K: The clients who have taken part in a round, and so have personal models.
         metrics: What is measured on test examples.
+        schedules: The mechanisms as they were given: each a mechanism, or a function of the round.
         histories: For each mechanism, what the evaluations of ``run`` measured.
     """
 
@@ -80,7 +83,7 @@ class Simulation:
         self,
         data: FederatedData,
         model: Model,
-        mechanisms: Mechanism | Sequence[Mechanism],
+        mechanisms: ScheduledMechanism | Sequence[ScheduledMechanism],
         training: LocalTraining | None = None,
         server_optimizer: Optimizer | None = None,
         seed: int = 0,
@@ -95,12 +98,17 @@ class Simulation:
             require(0 <= noise_seed < 2**31, "noise_seed", noise_seed, "at least 0 and below 2**31")
         self.data, self.seed, self.noise_seed, self.cohort_entropy = data, seed, noise_seed, cohort_entropy
         self.training, self.server_optimizer = training or LocalTraining(), server.as_server_optimizer(server_optimizer)
-        mechanisms = (mechanisms,) if isinstance(mechanisms, Mechanism) else tuple(mechanisms)
-        require(len(mechanisms) >= 1, "mechanisms", len(mechanisms), "one or more")
-        runs = list(dict.fromkeys(mechanism.without_pulls for mechanism in mechanisms))
-        self.run_of = [runs.index(mechanism.without_pulls) for mechanism in mechanisms]  # each mechanism's run
-        self._group_sizes = mechanisms[0].group_sizes
-        self.set_mechanisms(mechanisms)
+        if isinstance(mechanisms, Mechanism) or callable(mechanisms):
+            mechanisms = (mechanisms,)
+        self.schedules: tuple[ScheduledMechanism, ...] = tuple(mechanisms)
+        require(len(self.schedules) >= 1, "mechanisms", len(self.schedules), "one or more")
+        trainings = [getattr(schedule, "without_pulls", schedule) for schedule in self.schedules]
+        runs = list(dict.fromkeys(trainings))
+        self.run_of = [runs.index(training) for training in trainings]  # each mechanism's run
+        first_mechanisms = [mechanism_at(schedule, 0) for schedule in self.schedules]
+        self._group_sizes = first_mechanisms[0].group_sizes
+        self.set_mechanisms(first_mechanisms)
+        self._first_mechanisms, self._scheduled_round = self._mechanisms, 0
         self.group_K = client_groups(data, self.mechanism, seed)
         self._members_G = members_by_group(self.group_K, len(self.mechanism.groups))
         check_data(data, model)
@@ -119,6 +127,11 @@ class Simulation:
         self._evaluation = Evaluation(self.engine, data, self.group_K, self.run_of, metrics)
         self._initialize(initial_model)
 
+    def group_of_client(self) -> dict[str, str]:
+        """The name of each client's group, by the client's id."""
+        names = np.array([group.name for group in self.mechanism.groups])
+        return dict(zip(self.data.ids.tolist(), names[self.group_K].tolist(), strict=True))
+
     def _initialize(self, initial_model: Parameters | None) -> None:
         """Set the state before the first round."""
         key = jax.random.wrap_key_data(jnp.asarray(stream(self.seed, MODEL, 0)))
@@ -134,8 +147,21 @@ class Simulation:
         self._done: Array | None = None  # ready when the last round is computed
         self._scores: dict[str, np.ndarray] | None = None  # what the clients measure in this round
 
+    def _set_round(self, round: int) -> None:
+        """Set the mechanisms of this round, where they are functions of the round."""
+        if self._scheduled_round == round or all(isinstance(schedule, Mechanism) for schedule in self.schedules):
+            return
+        mechanisms = [mechanism_at(schedule, round) for schedule in self.schedules]
+        for mechanism, first in zip(mechanisms, self._first_mechanisms, strict=True):
+            same_clip = np.array_equal(mechanism.initial_clip, first.initial_clip)
+            require(same_clip, "clip", round + 1, "the same at first in every round: the server moves it")
+        self.set_mechanisms(mechanisms)
+        self._scheduled_round = round
+
     def set_mechanisms(self, mechanisms: Sequence[Mechanism]) -> None:
         """Replace the mechanisms for the rounds that follow; those that share a run still differ in their pulls alone.
+
+        Where mechanisms are functions of the round, for the next round.
 
         Raises:
             InvalidValueError: If they are not as many, do not draw the same cohorts, or have other groups or runs.
@@ -158,7 +184,7 @@ class Simulation:
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
-        """The mechanisms of the next round. `set_mechanisms` alone changes them, so that cohorts and noise agree."""
+        """The mechanisms of the last round; within ``before_round`` those of the next, which `set_mechanisms` may change."""
         return self._mechanisms
 
     @property
@@ -185,6 +211,7 @@ class Simulation:
             on_evaluate: Called after each evaluation, with what `evaluate` returned. False ends the loop after the round.
         """
         while self.round < rounds:
+            self._set_round(self.round)
             if before_round is not None and before_round(self) is False:
                 return
             self.run_round()
@@ -214,6 +241,7 @@ class Simulation:
 
     def run_round(self) -> None:
         """Run one round. It returns when the round is dispatched; at most one round is being computed before it."""
+        self._set_round(self.round)
         clients, engine = self.draw_cohort(self.round), self.engine
         layout = self.placement.layout(clients)
         x_N, y_N, start_C = self.examples.fetch(layout)
@@ -350,6 +378,7 @@ class Simulation:
             self.store.restore(arrays, np.flatnonzero(self.participated_K))
         self.server_state = self.engine.put(jax.tree.unflatten(tree, saved), self.engine.replicated)
         self.round, self._done, self._scores = int(arrays["round"]), None, None
+        self._scheduled_round = -1
 
     def save(self, path: Path | str) -> None:
         """Write the state to a file, atomically. Personal models that do not fit in memory stay in ``directory``."""
@@ -373,7 +402,7 @@ class Simulation:
 def simulate(
     data: FederatedData,
     model: Model,
-    mechanism: Mechanism,
+    mechanism: ScheduledMechanism,
     training: LocalTraining | None = None,
     server_optimizer: Optimizer | None = None,
     rounds: int = 100,
@@ -386,6 +415,7 @@ def simulate(
     """Train under one mechanism and evaluate. The other arguments and the errors are those of `Simulation`.
 
     Args:
+        mechanism: The mechanism, or a function that returns that of a round; every round is priced with its own.
         rounds: The number of rounds.
         evaluate_every: Evaluate every so many rounds, and after the last one. None: after the last one only.
         on_round: Called with the simulation after each round; its `round_rows` has what was measured. False ends the
@@ -393,8 +423,8 @@ def simulate(
         on_evaluate: Called with the simulation and the rows of each evaluation that ``evaluate_every`` asks for. False ends
             the training.
     """
-    rule = "a Mechanism (simulate_many takes several)"
-    require(isinstance(mechanism, Mechanism), "mechanism", type(mechanism).__name__, rule)
+    rule = "a Mechanism or a function of the round (simulate_many takes several)"
+    require(isinstance(mechanism, Mechanism) or callable(mechanism), "mechanism", type(mechanism).__name__, rule)
     on_evaluate_all = on_evaluate and (lambda simulation, evaluation: on_evaluate(simulation, evaluation[0]))
     optional = (training, server_optimizer, rounds, evaluate_every, seed, noise_seed, on_round, on_evaluate_all)
     return simulate_many(data, model, [mechanism], *optional)[0]
@@ -403,7 +433,7 @@ def simulate(
 def simulate_many(
     data: FederatedData,
     model: Model,
-    mechanisms: Sequence[Mechanism],
+    mechanisms: Sequence[ScheduledMechanism],
     training: LocalTraining | None = None,
     server_optimizer: Optimizer | None = None,
     rounds: int = 100,
@@ -422,13 +452,19 @@ def simulate_many(
         is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
         require(is_integer and value >= 1, field, value, "a whole number of at least 1")
     simulation = Simulation(data, model, mechanisms, training, server_optimizer, seed, noise_seed)
-    simulation.run(rounds, None, on_round, evaluate_every or rounds, on_evaluate)
+    ran: list[Counter[Mechanism]] = [Counter() for _ in mechanisms]
+
+    def count_round(simulation: Simulation) -> None:
+        for rounds_of, mechanism in zip(ran, simulation.mechanisms, strict=True):
+            rounds_of[mechanism] += 1
+
+    simulation.run(rounds, count_round, on_round, evaluate_every or rounds, on_evaluate)
     results = []
     for number, (mechanism, history) in enumerate(zip(simulation.mechanisms, simulation.histories, strict=True)):
         if not history or history[-1].round != simulation.round:  # ended by a callback
             history += simulation.evaluate()[number]
         scores = {name: score_KV[:, number] for name, score_KV in simulation.client_scores().items()}
         parameters, repeatable = simulation.named_parameters(number), noise_seed is not None
-        values = (parameters, scores, history, repeatable, simulation.metrics)
+        values = (parameters, scores, history, repeatable, simulation.metrics, ran[number])
         results.append(SimulationResult(mechanism, simulation.round, *values))
     return results

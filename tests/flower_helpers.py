@@ -217,11 +217,12 @@ def client_examples(examples: Examples, number: int) -> tuple[np.ndarray, np.nda
     return examples.x_N[rows], examples.y_N[rows]
 
 
-def _jax_trainer(context: Context) -> Trainer:
+def jax_trainer_of(context: Context, training: LocalTraining = TRAINING) -> Trainer:
+    """The simulator's trainer of a node's client."""
     number = int(context.node_config["partition-id"])
     test = client_examples(DATA.test, number)
     train, batches = client_examples(DATA.train, number), (SEED, number)
-    return jax_trainer(MODEL, TRAINING, *train, test=test, batches=batches, input_scale=DATA.input_scale)
+    return jax_trainer(MODEL, training, *train, test=test, batches=batches, input_scale=DATA.input_scale)
 
 
 def plain_trainer(context: Context) -> Trainer:
@@ -234,7 +235,7 @@ def plain_trainer(context: Context) -> Trainer:
     return Trainer(fit, lambda arrays: float(arrays["w"].mean()))
 
 
-JAX_APP, PLAIN_APP = client_app(_jax_trainer), client_app(plain_trainer)
+JAX_APP, PLAIN_APP = client_app(jax_trainer_of), client_app(plain_trainer)
 
 
 def plain_node(id: int, **node_config: object) -> Node:

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
     from fedhdp.experiments.config import Experiment
     from fedhdp.flower.config import Deployment
-    from fedhdp.mechanism import Mechanism, Sampling
-    from fedhdp.privacy.reports import LevelReport, MechanismReport, RoundsReport, Tuning
+    from fedhdp.mechanism import Sampling, ScheduledMechanism
+    from fedhdp.privacy.reports import GroupReport, LevelReport, MechanismReport
+    from fedhdp.privacy.rounds import RoundsReport
+    from fedhdp.privacy.tuning import Tuning
 
 Number = TypeVar("Number", int, float)
 REPEATABLE = "Noise or cohorts come from a given seed, so nothing is private."
@@ -72,7 +74,8 @@ def account(
 
     `fedhdp account examples/flower_app --rounds 50`
     """
-    from fedhdp.privacy.reports import Tuning, account_rounds
+    from fedhdp.privacy.rounds import account_rounds
+    from fedhdp.privacy.tuning import Tuning
 
     if tuning_trials is None and tuning_shape != math.inf:
         raise ConfigError(f"--tuning-shape {tuning_shape:g} needs --tuning-trials", "--tuning-shape", tuning_shape)
@@ -178,17 +181,20 @@ def _account_experiment(experiment: Experiment, tuning: Tuning | None, json: boo
         console().print(REPEATABLE, style="yellow")
 
 
-def _rounds_allowed(experiment: Experiment, variants: list[tuple[str, Mechanism]]) -> dict[str, dict[str, float]]:
+def _rounds_allowed(
+    experiment: Experiment, variants: list[tuple[str, ScheduledMechanism]]
+) -> dict[str, dict[str, float]]:
     """For each variant, how many rounds the budgets allow if it runs next, by group."""
     from fedhdp.privacy.ledger import Ledger
     from fedhdp.privacy.reports import rounds_allowed
 
     if experiment.ledger is None:
         return {}
+    limits = experiment.budgets, experiment.rounds
     if not Path(experiment.ledger).exists():
-        return {name: rounds_allowed(None, mechanism, experiment.budgets) for name, mechanism in variants}
+        return {name: rounds_allowed(None, mechanism, *limits) for name, mechanism in variants}
     with Ledger(experiment.ledger, read_only=True) as ledger:
-        return {name: rounds_allowed(ledger, mechanism, experiment.budgets) for name, mechanism in variants}
+        return {name: rounds_allowed(ledger, mechanism, *limits) for name, mechanism in variants}
 
 
 def _account_app(deployment: Deployment, json: bool) -> None:
@@ -309,7 +315,7 @@ def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning 
                 group.group,
                 f"{group.clients:,}",
                 f"{group.sampling_rate:g}",
-                "∞" if group.noise_multiplier == math.inf else f"{group.noise_multiplier:.4g}",
+                _noise_text(group),
                 f"{group.delta:g}",
                 *([epsilon_text(group.epsilon_target)] if asked else []),
                 epsilon_text(group.epsilon),
@@ -331,6 +337,12 @@ def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning 
             f"ε tuned: {tuning}, by RDP. Each trial is one of the variants that give the group noise, and nothing of the "
             "other trials may be shown."
         )
+
+
+def _noise_text(group: GroupReport) -> str:
+    """The noise multiplier; where it changes from round to round, the smallest."""
+    noise = "∞" if group.noise_multiplier == math.inf else f"{group.noise_multiplier:.4g}"
+    return noise if group.mechanisms == 1 else f"≥ {noise}"
 
 
 def _surplus_lines(reports: list[MechanismReport]) -> list[str]:

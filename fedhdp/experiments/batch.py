@@ -13,7 +13,7 @@ import numpy as np
 from fedhdp.engine import personal_store
 from fedhdp.experiments.config import Experiment, Variant, without_none
 from fedhdp.experiments.start import StartCost
-from fedhdp.mechanism import SERVER, Mechanism
+from fedhdp.mechanism import SERVER, Mechanism, mechanism_at
 from fedhdp.privacy.accounting import PrivacyCost, pluralize
 from fedhdp.privacy.budget import BudgetExhausted, RunBilling
 from fedhdp.privacy.ledger import Ledger
@@ -76,7 +76,6 @@ class VariantBatch:
         self.number = numbers[0] + 1
         self.start_time = self.checkpoint_time = time.monotonic()
         self.checkpoint_pause = experiment.checkpoint_seconds
-        self.mechanisms = simulation.mechanisms  # with all groups, also those that are dropped later
         self.stopped: str | None = None
         self.start_cost = start_cost
         self.asked = extensions[-1].epsilon_targets if extensions else {}
@@ -86,17 +85,18 @@ class VariantBatch:
     def _restore(self) -> None:
         """Restore the checkpoint and the histories up to it.
 
-        ``replayed_rounds`` counts rounds whose results were shown and which run again with other noise: after a crash, those
-        since the checkpoint.
+        ``replayed_rounds`` are the rounds whose results were shown and which run again with other noise: after a crash,
+        those since the checkpoint.
         """
         checkpoint = self.parts[0].checkpoint() or {}
         self.previous_seconds = float(checkpoint.get("seconds", 0.0))
-        self.replayed_rounds = int(checkpoint.get("replayed_rounds", 0))
+        replayed = np.asarray(checkpoint.get("replayed_rounds", ()), int)  # a mere count if the mechanism was constant
+        self.replayed_rounds: list[int] = replayed.tolist() if replayed.ndim else [0] * int(replayed)
         if checkpoint:
             self.simulation.restore(checkpoint)
         histories = [part.history() for part in self.parts]
         last_shown = max((row.round for history in histories for row in history), default=0)
-        self.replayed_rounds += max(0, last_shown - self.simulation.round)
+        self.replayed_rounds.extend(range(self.simulation.round, last_shown))
         self.simulation.histories = [part.history(until=self.simulation.round) for part in self.parts]
         self.has_lost_rows = histories != self.simulation.histories
 
@@ -148,7 +148,7 @@ class VariantBatch:
         """A billing for each global training; with a ledger there is one, in the name of its first variant."""
         billings = {}
         experiment, simulation = self.experiment, self.simulation
-        for variant, number, mechanism in zip(self.variants, simulation.run_of, simulation.mechanisms, strict=True):
+        for variant, number, mechanism in zip(self.variants, simulation.run_of, simulation.schedules, strict=True):
             if number not in billings:
                 billings[number] = RunBilling(
                     mechanism,
@@ -160,7 +160,8 @@ class VariantBatch:
                     accountant=experiment.run_accountant,
                     completed=simulation.round,
                     replayed_rounds=self.replayed_rounds,
-                    population=experiment.population,
+                    members=None if ledger is None else simulation.group_of_client(),
+                    population=experiment.population if simulation.data.client_ids is None else None,
                 )
         return [billings[number] for number in simulation.run_of]
 
@@ -217,7 +218,7 @@ class VariantBatch:
 
     def save_checkpoint(self) -> None:
         """Save the state from which the batch resumes."""
-        counts = {"seconds": np.array(self.seconds), "replayed_rounds": np.array(self.replayed_rounds)}
+        counts = {"seconds": np.array(self.seconds), "replayed_rounds": np.array(self.replayed_rounds, int)}
         names = {"variants": np.array([variant.name for variant in self.variants])}
         self.parts[0].save_checkpoint({**self.simulation.state_arrays(), **counts, **names})
 
@@ -249,10 +250,11 @@ class VariantBatch:
         rounds, seconds = self.simulation.round, self.seconds / len(self.variants)
         scores = self.simulation.client_scores()
         results = []
-        experiment, columns = self.experiment, (self.variants, self.billings, self.mechanisms)
-        for variant, billing, mechanism, history in zip(*columns, self.simulation.histories, strict=True):
+        experiment, columns = self.experiment, (self.variants, self.billings, self.simulation.schedules)
+        for variant, billing, schedule, history in zip(*columns, self.simulation.histories, strict=True):
             costs_of = partial(billing.costs, rounds=rounds)
             targets = self.asked.get(variant.name) or experiment.epsilon_targets(variant)
+            mechanism = mechanism_at(schedule, max(rounds - 1, 0))  # with all groups, also those that were dropped
             groups = account_groups(mechanism, costs_of, experiment.delta_of, experiment.run_accountant, targets)
             result = VariantResult(variant.name, variant.algorithm, rounds, seconds, experiment.repeatable, groups)
             result.metrics = self.simulation.metrics

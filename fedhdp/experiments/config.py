@@ -22,11 +22,22 @@ from fedhdp.experiments.components import BuiltInData, DataConfig, MlpConfig, Mo
 from fedhdp.experiments.errors import FieldNames, config_error
 from fedhdp.experiments.file_data import DataFiles
 from fedhdp.experiments.groups import group_counts, group_sizes, with_group_levels
+from fedhdp.experiments.schedules import WeightSchedule, as_weight, weight_at
 from fedhdp.experiments.start import StartFrom, as_start
 from fedhdp.experiments.weights import count_parameters, has_known_shape
-from fedhdp.mechanism import AdaptiveClip, Clip, LayerClip, Mechanism, Noise, Sampling, parse_clip
+from fedhdp.mechanism import (
+    AdaptiveClip,
+    Clip,
+    LayerClip,
+    Mechanism,
+    Noise,
+    Sampling,
+    ScheduledMechanism,
+    mechanism_at,
+    parse_clip,
+)
 from fedhdp.metrics import NAMES
-from fedhdp.optimizers import require_tables
+from fedhdp.optimizers import ScheduleConfig, require_tables
 from fedhdp.privacy.accounting import Accountant, default_accountant
 from fedhdp.privacy.budget import Budget, OnBudgetExhausted
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
@@ -41,7 +52,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         name: The row's name; its letters and digits name the directory of the results. By default the algorithm's.
         algorithm: One of `fedhdp.algorithms.ALGORITHMS`.
-        weights: Weights of groups, by name, instead of the mechanism's.
+        weights: Weights of groups, by name, instead of the mechanism's: numbers, or schedules of optax over the rounds.
         pulls: Pulls of groups, by name, instead of the mechanism's.
         noise_multipliers: Noise multipliers of groups, by name, instead of the mechanism's.
         epsilons: Epsilons of groups, by name, instead of the mechanism's epsilons or noise multipliers.
@@ -54,7 +65,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str = ""
     algorithm: str = "fedhdp"
-    weights: dict[str, float] = {}
+    weights: dict[str, Any] = {}
     pulls: dict[str, float] = {}
     noise_multipliers: dict[str, float] = {}
     epsilons: dict[str, float] = {}
@@ -68,6 +79,8 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(self.algorithm in ALGORITHMS, "algorithm", self.algorithm, f"one of {', '.join(ALGORITHMS)}")
         if self.clip is not None:
             msgspec.structs.force_setattr(self, "clip", parse_clip(self.clip))
+        weights = {name: as_weight(weight, f"weights.{name}") for name, weight in self.weights.items()}
+        msgspec.structs.force_setattr(self, "weights", weights)
         if self.name == "":
             msgspec.structs.force_setattr(self, "name", ALGORITHM_NAMES[self.algorithm])
         require(is_directory_name(self.name), "name", self.name, "short, and not the name of a file of the run")
@@ -76,8 +89,11 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def mechanism(
         self, base: Mechanism, with_weights: Callable[[Mechanism, Iterable[str]], Mechanism] | None = None
-    ) -> Mechanism:
+    ) -> ScheduledMechanism:
         """Apply the variant's changes and its algorithm to the experiment's mechanism.
+
+        Returns:
+            The mechanism, or where a weight is a schedule a function of the round.
 
         Args:
             base: The experiment's mechanism.
@@ -93,7 +109,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         groups = tuple(
             msgspec.structs.replace(
                 group,
-                weight=self.weights.get(group.name, group.weight),
+                weight=weight_at(self.weights.get(group.name, group.weight), 0, f"weights.{group.name}"),
                 pull=self.pulls.get(group.name, group.pull),
                 noise_multiplier=self.noise_multipliers.get(group.name, group.noise_multiplier),
             )
@@ -103,6 +119,9 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         mechanism = Mechanism(groups, clip, noise, sampling)
         if with_weights is not None and mechanism.without_pulls != base.without_pulls:
             mechanism = with_weights(mechanism, self.weights)
+        scheduled = tuple(item for item in self.weights.items() if isinstance(item[1], ScheduleConfig))
+        if scheduled:
+            return WeightSchedule(mechanism, scheduled, self.algorithm)
         return ALGORITHMS[self.algorithm](mechanism)
 
 
@@ -214,7 +233,9 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             require(has_personal, "keep_personal", True, f"false, as {variant.name} does not personalize")
             try:
                 self.mechanism.with_epsilons(variant.epsilons)
-                training.check(variant.mechanism(base))
+                mechanism = variant.mechanism(base)
+                for round in range(1 if isinstance(mechanism, Mechanism) else self.rounds):
+                    training.check(mechanism_at(mechanism, round))
             except InvalidValueError as error:
                 field = f"variants[{number}].{error.field}"
                 raise ConfigError(f"variants[{number}].{error}", field, error.value) from error
@@ -277,8 +298,11 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         mechanism = self.mechanism.with_counts(counts).build(self.rounds, self.delta, self.run_accountant)
         return self._with_weights(data, mechanism)
 
-    def variant_mechanisms(self, mechanism: Mechanism, data: FederatedData | None = None) -> list[Mechanism]:
-        """The mechanism of each variant, from that of `build_mechanism`; ``data`` as there."""
+    def variant_mechanisms(self, mechanism: Mechanism, data: FederatedData | None = None) -> list[ScheduledMechanism]:
+        """The mechanism of each variant, from that of `build_mechanism`; a function where weights are scheduled.
+
+        ``data`` is as there.
+        """
         with_weights = partial(self._with_weights, data)
         return [variant.mechanism(self._base(variant, mechanism, data), with_weights) for variant in self.variants]
 
@@ -307,8 +331,9 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def population(self) -> str:
-        """The data and its seed, which together say who the clients are."""
-        return f"{describe_data(self.data)}, seed {self.seed}"
+        """Who the clients are: the data and its seed, or the table that names each client and its level."""
+        about = describe_data(self.data)
+        return about if getattr(self.data, "level", None) else f"{about}, seed {self.seed}"
 
     @property
     def repeatable(self) -> bool:

@@ -18,8 +18,8 @@ from fedhdp.errors import RunError, require
 from fedhdp.experiments.batch import Watch
 from fedhdp.experiments.config import Experiment, Variant, to_toml
 from fedhdp.experiments.runner import read_experiment, run_variants
-from fedhdp.mechanism import Mechanism
-from fedhdp.privacy.accounting import compose, format_epsilon, is_accounting_installed, pluralize, privacy_costs
+from fedhdp.mechanism import Mechanism, ScheduledMechanism, mechanism_at
+from fedhdp.privacy.accounting import compose, format_epsilon, is_accounting_installed, pluralize, scheduled_costs
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results.schema import Summary
 from fedhdp.results.store import Extension, RunDirectory
@@ -101,7 +101,7 @@ def _state_mechanism(
     )
     chosen = replace(experiment, variants=tuple(replace(v, algorithm="fedhdp") for v in experiment.variants))
     variants = tuple(
-        _state_variant(variant, mechanism, changed)
+        _state_variant(variant, mechanism, mechanism_at(changed, 0))
         for variant, changed in zip(experiment.variants, chosen.variant_mechanisms(mechanism, data), strict=True)
     )
     extended = replace(experiment, rounds=rounds, mechanism=replace(config, groups=groups), variants=variants)
@@ -119,11 +119,11 @@ def _state_variant(variant: Variant, base: Mechanism, changed: Mechanism) -> Var
         values = {
             group.name: getattr(group, name) for old, group in pairs if getattr(old, name) != getattr(group, name)
         }
-        changes[field] = getattr(variant, field) | values
+        changes[field] = values | getattr(variant, field)  # what the variant states stays, schedules too
     return replace(variant, **changes)
 
 
-def _targets(experiment: Experiment, mechanisms: Sequence[Mechanism]) -> Targets:
+def _targets(experiment: Experiment, mechanisms: Sequence[ScheduledMechanism]) -> Targets:
     """The epsilons that groups asked for and that the run as it was started keeps."""
     targets: Targets = {}
     for variant, changed in zip(experiment.variants, mechanisms, strict=True):
@@ -133,7 +133,9 @@ def _targets(experiment: Experiment, mechanisms: Sequence[Mechanism]) -> Targets
     return targets
 
 
-def _check_epsilons(extended: Experiment, mechanisms: Sequence[Mechanism], targets: Targets, first: int) -> None:
+def _check_epsilons(
+    extended: Experiment, mechanisms: Sequence[ScheduledMechanism], targets: Targets, first: int
+) -> None:
     """Refuse rounds after which a group without a budget has a larger epsilon than it asked for."""
     budgets = _budgets(extended)
     for variant, mechanism in zip(extended.variants, mechanisms, strict=True):
@@ -145,12 +147,12 @@ def _check_epsilons(extended: Experiment, mechanisms: Sequence[Mechanism], targe
                 raise RunError(f"{message}; --allow-more-epsilon accepts that", "rounds", extended.rounds)
 
 
-def _epsilons(experiment: Experiment, mechanism: Mechanism) -> dict[str, float]:
+def _epsilons(experiment: Experiment, mechanism: ScheduledMechanism) -> dict[str, float]:
     """Each group's epsilon after all rounds; empty where it cannot be computed."""
     if not is_accounting_installed():
         return {}
-    costs = privacy_costs(mechanism, experiment.rounds)
-    return {name: compose([cost], experiment.delta_of(name), experiment.run_accountant) for name, cost in costs.items()}
+    costs, accountant = scheduled_costs(mechanism, experiment.rounds), experiment.run_accountant
+    return {name: compose(of_group, experiment.delta_of(name), accountant) for name, of_group in costs.items()}
 
 
 def _budgets(experiment: Experiment) -> set[str]:

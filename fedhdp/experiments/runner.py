@@ -17,7 +17,7 @@ from fedhdp.experiments.batch import Interrupted, Progress, VariantBatch, Watch
 from fedhdp.experiments.config import Experiment, from_toml, to_toml
 from fedhdp.experiments.start import copy_start, read_start
 from fedhdp.experiments.sweep import expand
-from fedhdp.mechanism import Mechanism
+from fedhdp.mechanism import Mechanism, ScheduledMechanism, mechanism_at
 from fedhdp.metrics import replace_metrics
 from fedhdp.models import Model, unname_parameters
 from fedhdp.privacy.accounting import privacy_costs
@@ -147,7 +147,7 @@ def run_variants(
             arrays, start_cost = read_start(directory.path)
             initial_model = unname_parameters(model, arrays, "start_from")
         mechanisms = experiment.variant_mechanisms(mechanism, data)
-        private = any(not group.opted_out for variant in mechanisms for group in variant.groups)
+        private = any(not group.opted_out for variant in mechanisms for group in mechanism_at(variant, 0).groups)
         if not private or experiment.ledger is not None:
             cohort_entropy = None
         elif cohort_entropy is None:  # all variants are paired
@@ -160,8 +160,7 @@ def run_variants(
                 settings = (*experiment.overrides(numbers[0]), experiment.seed, experiment.noise_seed)
                 path = parts[numbers[0]].path
                 simulation = Simulation(data, model, batch_mechanisms, *settings, path, cohort_entropy, initial_model)
-                groups = np.array([group.name for group in mechanism.groups])
-                directory.record_clients(data.ids.tolist(), groups[simulation.group_K].tolist())
+                directory.record_clients(simulation.group_of_client())
                 batch = VariantBatch(experiment, numbers, simulation, parts, watch, directory.extensions, start_cost)
                 for number, result in zip(numbers, batch.run(directory.id, ledger), strict=True):
                     results[number] = result
@@ -171,17 +170,19 @@ def run_variants(
     return summary
 
 
-def _batches(experiment: Experiment, mechanisms: list[Mechanism], model: Model) -> list[list[int]]:
+def _batches(experiment: Experiment, mechanisms: list[ScheduledMechanism], model: Model) -> list[list[int]]:
     """The variants that run together: always those that share a global training, others as far as memory allows.
 
     With a ledger, each global training runs by itself, since an exhausted budget may change its cohorts.
     """
     by_training: dict[tuple, list[int]] = {}
     for number, mechanism in enumerate(mechanisms):
-        by_training.setdefault((mechanism.without_pulls, *experiment.overrides(number)), []).append(number)
+        training = getattr(mechanism, "without_pulls", mechanism)
+        by_training.setdefault((training, *experiment.overrides(number)), []).append(number)
     limit = personal_bytes_limit() // 4  # the rest is for data and the computation of a round
     by_cohort: dict[tuple, list[list[int]]] = {}
-    for (mechanism, training, server_optimizer), numbers in by_training.items():
+    for (schedule, training, server_optimizer), numbers in by_training.items():
+        mechanism = mechanism_at(schedule, 0)
         batches = by_cohort.setdefault(
             (mechanism.cohort_distribution, mechanism.layers, training, server_optimizer), []
         )
@@ -195,7 +196,7 @@ def _batches(experiment: Experiment, mechanisms: list[Mechanism], model: Model) 
 
 @contextmanager
 def _open_ledger(
-    experiment: Experiment, mechanism: Mechanism, mechanisms: Sequence[Mechanism]
+    experiment: Experiment, mechanism: Mechanism, mechanisms: Sequence[ScheduledMechanism]
 ) -> Iterator[Ledger | None]:
     """The experiment's ledger, if it has one, with its budgets.
 
@@ -206,13 +207,16 @@ def _open_ledger(
         yield None
         return
     for variant, variant_mechanism in zip(experiment.variants, mechanisms, strict=True):
-        for group, cost in zip(mechanism.groups, privacy_costs(variant_mechanism).values(), strict=True):
+        costs = privacy_costs(
+            mechanism_at(variant_mechanism, 0)
+        )  # schedules change weights, never whether there is noise
+        for group, cost in zip(mechanism.groups, costs.values(), strict=True):
             if not group.opted_out and cost.noise_multiplier == 0 and cost.sampling_rate > 0:
                 message = (
                     f"{variant.name} gives {group.name!r} no noise, which {experiment.ledger} would charge for good"
                 )
                 raise ConfigError(f"{message}: remove the variant, or the ledger", "variants", variant.name)
-    samplings = sorted({variant_mechanism.sampling for variant_mechanism in mechanisms})
+    samplings = sorted({mechanism_at(variant_mechanism, 0).sampling for variant_mechanism in mechanisms})
     if len(samplings) > 1:
         message = f"variants sample in several ways ({', '.join(samplings)}), which one ledger cannot add up"
         raise ConfigError(f"{message}: run them separately", "sampling", samplings)

@@ -7,6 +7,7 @@ groups of the same population, the two are composed.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,14 @@ import numpy as np
 from msgspec.structs import replace
 
 from fedhdp.errors import ConfigError, FedHDPError, RunError
-from fedhdp.privacy.accounting import PrivacyCost, compose, format_epsilon, is_accounting_installed, privacy_costs
+from fedhdp.privacy.accounting import (
+    PrivacyCost,
+    compose,
+    format_epsilon,
+    is_accounting_installed,
+    merge_costs,
+    scheduled_costs,
+)
 from fedhdp.results.models import find_variant, load_model
 from fedhdp.results.schema import VariantResult
 from fedhdp.results.store import (
@@ -162,6 +170,12 @@ def _start_cost(experiment: Experiment, start: StartFrom) -> StartCost:
         return replace(cost, obstacle=str(error))
 
 
+def _with_extra(costs: Sequence[PrivacyCost], rounds: int) -> list[PrivacyCost]:
+    """Costs with further rounds, which of them is not known: at the least noise."""
+    least = min(costs, key=lambda cost: cost.noise_multiplier)
+    return list(merge_costs([*costs, least._replace(rounds=max(rounds, 0))]))
+
+
 def _costs(experiment: Experiment, start: StartFrom, result: VariantResult) -> Costs:
     """The rounds of the run that made a model, and of those before it, by group.
 
@@ -182,8 +196,8 @@ def _costs(experiment: Experiment, start: StartFrom, result: VariantResult) -> C
     only = replace(previous, variants=(variant,))
     data = only.load_if_needed()
     [mechanism] = only.variant_mechanisms(only.build_mechanism(data), data)
-    rounds = max(group.rounds for group in result.groups)  # rounds that were run again after a crash count twice
-    costs = {name: [cost] for name, cost in privacy_costs(mechanism, rounds).items()}
+    extra = max(group.rounds for group in result.groups) - result.rounds  # that were run again after a crash
+    costs = {name: _with_extra(of, extra) for name, of in scheduled_costs(mechanism, result.rounds).items()}
     samplings = {experiment.mechanism.sampling, *(cost.sampling for of in costs.values() for cost in of)}
     if len(samplings) > 1:
         raise RunError(f"the runs sample in several ways ({', '.join(sorted(samplings))})")

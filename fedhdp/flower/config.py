@@ -98,6 +98,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
             require(getattr(self, field) >= 0, field, getattr(self, field), "at least 0")
         for field in _TIMEOUTS:
             require(0 < getattr(self, field) < math.inf, field, getattr(self, field), "finite and above 0")
+        require_tables(self.training.optimizer, "training.optimizer")
         require_tables(self.server.optimizer, "server.optimizer")
         distinct = len(set(self.metrics)) == len(self.metrics) > 0
         require(
@@ -228,8 +229,10 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
 
 
 def _insert(fields: dict[str, Any], key: str, value: Any) -> None:
-    """Put the value of a dotted key into nested tables; hyphens in the last part become underscores."""
+    """Put the value of a dotted key into nested tables; hyphens become underscores, but not in names of levels."""
     *tables, last = key.split(".")
+    if tables and tables[0] not in ("levels", "budgets"):  # whose tables are named by the user
+        tables = [table.replace("-", "_") for table in tables]
     for table in tables:
         fields = fields.setdefault(table, {})
         if not isinstance(fields, dict):

@@ -20,6 +20,7 @@ import functools
 import importlib.util
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import ROUND_CEILING, Context, Decimal
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -28,7 +29,7 @@ import msgspec
 import numpy as np
 
 from fedhdp.errors import require
-from fedhdp.mechanism import Mechanism, PrivacyGroup, Sampling
+from fedhdp.mechanism import Mechanism, PrivacyGroup, Sampling, ScheduledMechanism
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -42,6 +43,7 @@ ADJACENCY = {"poisson": "add or remove one client", "fixed": "replace one client
 SAMPLER = {"poisson": "Poisson sampling", "fixed": "fixed cohorts without replacement"}
 FIXED_POPULATION = 10**12  # events hold fixed cohorts' sampling rates as whole numbers: so many clients out of these
 MIN_DIVERGENCE = 1e-15  # a Renyi divergence is never taken to be below what double precision can tell from 0
+ROUNDING = 1e-9  # the last bits, in which equal noise multipliers may differ
 MIN_NOISE_MULTIPLIER = 1e-2  # less noise is accounted as none
 
 
@@ -136,6 +138,45 @@ def privacy_cost(mechanism: Mechanism, group: PrivacyGroup, rounds: int = 1) -> 
 def privacy_costs(mechanism: Mechanism, rounds: int = 1) -> dict[str, PrivacyCost]:
     """What rounds of a mechanism cost each group, by name."""
     return {group.name: privacy_cost(mechanism, group, rounds) for group in mechanism.groups}
+
+
+def composed_costs(mechanisms: Iterable[Mechanism] | Mapping[Mechanism, int]) -> dict[str, tuple[PrivacyCost, ...]]:
+    """What rounds cost each group, by name, where each round has a mechanism of its own.
+
+    Args:
+        mechanisms: The mechanism of every round, or how many rounds each runs. All have the same groups, and which mechanism
+            runs must not depend on private data.
+    """
+    costs: dict[str, list[PrivacyCost]] = {}
+    for mechanism, rounds in Counter(mechanisms).items():
+        for name, cost in privacy_costs(mechanism, rounds).items():
+            costs.setdefault(name, []).append(cost)
+    return {name: merge_costs(of_group) for name, of_group in costs.items()}
+
+
+def scheduled_costs(mechanism: ScheduledMechanism, rounds: int) -> dict[str, tuple[PrivacyCost, ...]]:
+    """What the first rounds of a mechanism, or of a function of the round, cost each group, by name."""
+    if isinstance(mechanism, Mechanism):
+        return composed_costs({mechanism: rounds})
+    return composed_costs(mechanism(round) for round in range(rounds))
+
+
+def merge_costs(costs: Iterable[PrivacyCost], tolerance: float = ROUNDING) -> tuple[PrivacyCost, ...]:
+    """The same costs or more, with the rounds added up whose noise multipliers differ by no more than a tolerance.
+
+    Args:
+        costs: The costs.
+        tolerance: The relative difference. The smaller noise multiplier counts, so no cost is lost.
+    """
+    merged: list[PrivacyCost] = []
+    for cost in sorted(costs, key=lambda cost: (cost.sampling, cost.sampling_rate, cost.noise_multiplier)):
+        last = merged[-1] if merged else None
+        is_alike = last is not None and cost.noise_multiplier <= last.noise_multiplier * (1 + tolerance)
+        if last is not None and is_alike and last[1:3] == cost[1:3]:
+            merged[-1] = last._replace(rounds=last.rounds + cost.rounds)
+        else:
+            merged.append(cost)
+    return tuple(merged)
 
 
 def without_noise(costs: Mapping[str, PrivacyCost]) -> dict[str, PrivacyCost]:

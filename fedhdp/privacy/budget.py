@@ -17,13 +17,15 @@ import msgspec
 from msgspec.structs import replace
 
 from fedhdp.errors import require
-from fedhdp.mechanism import Mechanism, PrivacyGroup
+from fedhdp.mechanism import Mechanism, PrivacyGroup, ScheduledMechanism, mechanism_at
 from fedhdp.privacy.accounting import (
     LEDGER_ACCOUNTANT,
     Accountant,
     PrivacyCost,
     compose,
+    composed_costs,
     is_accounting_installed,
+    merge_costs,
     privacy_cost,
     privacy_costs,
     rounds_left,
@@ -32,6 +34,7 @@ from fedhdp.privacy.accounting import (
 from fedhdp.privacy.ledger import Budget as Budget
 from fedhdp.privacy.ledger import BudgetError, Ledger
 
+SHOWN_TOLERANCE = 0.01  # of the noise multipliers that count as one in the epsilon of a run's progress
 OnBudgetExhausted = Literal["stop", "drop_group"]
 
 
@@ -43,7 +46,7 @@ class RunBilling:
     """Charges the rounds of a simulated run, and knows their cost.
 
     Args:
-        mechanism: The run's mechanism, with all its groups.
+        mechanism: The run's mechanism, with all its groups, or a function of the round that returns it.
         ledger: The ledger to charge; None charges nothing and refuses nothing.
         run: The name of the run in the ledger.
         repeatable: Whether noise comes from a given seed; such rounds are charged as rounds without noise.
@@ -51,8 +54,10 @@ class RunBilling:
         delta_of: The delta at which a group's epsilon is computed.
         accountant: The run's accountant; with a ledger, the ledger's.
         completed: The rounds that the run has completed.
-        replayed_rounds: The rounds that were shown and, after a crash, run again with other noise. They count twice.
-        population: A description of the population whose clients the groups number.
+        replayed_rounds: The numbers of the rounds that were shown and, after a crash, run again with other noise. Each
+            counts as often as it is in this list, once more than it is run.
+        members: The run's clients, by id, with their groups; None: numbers, one group after the other.
+        population: Where ids are numbers, a description of the clients who have them.
         begin: Whether to open the run in the ledger; False where another billing has opened it.
 
     Raises:
@@ -62,7 +67,7 @@ class RunBilling:
 
     def __init__(
         self,
-        mechanism: Mechanism,
+        mechanism: ScheduledMechanism,
         ledger: Ledger | None,
         run: str,
         *,
@@ -71,18 +76,23 @@ class RunBilling:
         delta_of: Callable[[str], float],
         accountant: Accountant,
         completed: int = 0,
-        replayed_rounds: int = 0,
-        population: str = "",
+        replayed_rounds: Sequence[int] = (),
+        members: Mapping[str, str] | None = None,
+        population: str | None = None,
         begin: bool = True,
     ):
         is_ledgers = ledger is None or accountant == LEDGER_ACCOUNTANT
         require(is_ledgers, "accountant", accountant, f"{LEDGER_ACCOUNTANT!r} where a ledger keeps the budgets")
-        self.mechanism, self.ledger, self.run, self.accountant = mechanism, ledger, run, accountant
+        self._schedule, self.ledger, self.run, self.accountant = mechanism, ledger, run, accountant
+        self.mechanism = mechanism_at(mechanism, 0)
+        self._last = self.mechanism  # of the last round that was charged
+        self._by_round: list[Mechanism] = []  # so that a function is evaluated once a round
         self.repeatable, self.on_exhausted, self.delta_of = repeatable, on_exhausted, delta_of
-        self.replayed_rounds = 0 if repeatable else replayed_rounds  # with a seed they are the same rounds
+        self.replayed_rounds = () if repeatable else tuple(replayed_rounds)  # with a seed they are the same rounds
         self._dropped_groups: set[str] = set()
         if ledger is not None and begin:
-            ledger.begin(run, mechanism, completed + replayed_rounds, population=population or None)
+            rounds = completed + len(replayed_rounds)
+            ledger.begin(run, self.mechanism, rounds, members, population, admit_new=True)
 
     def charge_next(self, mechanisms: Sequence[Mechanism]) -> list[Mechanism]:
         """Charge the next round, durably, and return what to run.
@@ -97,7 +107,7 @@ class RunBilling:
             BudgetExhausted: If the run is to stop, or no group is left. Nothing was charged.
             InvalidValueError: If there is a ledger and the mechanisms differ in more than pulls.
         """
-        mechanisms = list(mechanisms)
+        mechanisms = [drop_groups(mechanism, self._dropped_groups) for mechanism in mechanisms]
         trainings = {mechanism.without_pulls for mechanism in mechanisms} if self.ledger is not None else ()
         require(
             len(trainings) <= 1, "mechanisms", len(trainings), "such that they differ in pulls alone: one is charged"
@@ -111,10 +121,14 @@ class RunBilling:
                     raise ending from error
                 self._dropped_groups |= set(error.groups)
                 mechanisms = [drop_groups(mechanism, error.groups) for mechanism in mechanisms]
+        self._last = mechanisms[0]
         return mechanisms
 
     def epsilon(self, rounds: int) -> dict[str, float]:
         """Each group's epsilon after so many rounds of this run, over all runs of the ledger where there is one.
+
+        Where the mechanism changes from round to round, PLD's is a bound that is computed fast: noise multipliers within a
+        percent count as the smallest of them.
 
         Returns:
             Epsilons by group; infinity without noise. Empty where dp-accounting is not installed.
@@ -123,16 +137,16 @@ class RunBilling:
         for group in self.mechanism.groups if is_accounting_installed() else ():
             costs = self._run_costs(group.name, rounds) if self.ledger is None else self.ledger.costs(group.name)
             has_noise = self.mechanism.effective_noise_multiplier(group) > 0
-            delta = self.delta_of(group.name)
-            epsilons[group.name] = compose(costs, delta, self.accountant) if has_noise else math.inf
+            bound = merge_costs(costs, SHOWN_TOLERANCE) if self.accountant == "pld" else costs
+            epsilons[group.name] = compose(bound, self.delta_of(group.name), self.accountant) if has_noise else math.inf
         return epsilons
 
     def rounds_left(self) -> dict[str, float]:
-        """How many more rounds the budgets allow, for the groups that have one; 0 for groups that were dropped."""
+        """How many more rounds like the last one the budgets allow, by group; 0 for groups that were dropped."""
         left: dict[str, float] = {}
         if self.ledger is None:
             return left
-        costs = _round_costs(drop_groups(self.mechanism, self._dropped_groups), self.repeatable)
+        costs = _round_costs(drop_groups(self._last, self._dropped_groups), self.repeatable)
         for name, cost in costs.items():
             budget = self.ledger.budget(name)
             if budget is not None:
@@ -147,10 +161,19 @@ class RunBilling:
         return self.ledger.costs(group, self.run)
 
     def _run_costs(self, group: str, rounds: int) -> tuple[PrivacyCost, ...]:
-        mechanism = drop_groups(
-            self.mechanism, self._dropped_groups - {group}
-        )  # their noise is gone for the others too
-        return (privacy_costs(mechanism, rounds + self.replayed_rounds)[group],)
+        dropped = self._dropped_groups - {group}  # their noise is gone for the others too
+        numbers = (*range(rounds), *self.replayed_rounds)
+        if isinstance(self._schedule, Mechanism):
+            return (privacy_costs(drop_groups(self._schedule, dropped), len(numbers))[group],)
+        if not numbers:
+            return ()
+        return composed_costs(drop_groups(self._at(number), dropped) for number in numbers)[group]
+
+    def _at(self, round: int) -> Mechanism:
+        """The mechanism of a round, with all groups."""
+        while len(self._by_round) <= round:
+            self._by_round.append(mechanism_at(self._schedule, len(self._by_round)))
+        return self._by_round[round]
 
 
 class Segment(msgspec.Struct):

@@ -15,9 +15,15 @@ import msgspec
 
 from fedhdp.errors import require
 from fedhdp.mechanism import MAX_VALUE, SENSITIVITY, Clip, Mechanism, Noise, PrivacyGroup, Sampling, parse_clip
-from fedhdp.privacy.accounting import MIN_NOISE_MULTIPLIER, Accountant, PrivacyCost, compose, default_accountant
+from fedhdp.privacy.accounting import (
+    MIN_NOISE_MULTIPLIER,
+    ROUNDING,
+    Accountant,
+    PrivacyCost,
+    compose,
+    default_accountant,
+)
 
-ROUNDING = 1e-9  # the last bits, in which a mechanism's noise and a ledger's sums may differ from the calibration's
 SURPLUS = 1.01  # a group has more noise than it asked for from this ratio on: calibration is within 1%
 MAX_ROUNDS_PLD = 100_000  # beyond, calibration by PLD takes minutes
 

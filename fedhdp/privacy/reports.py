@@ -1,4 +1,4 @@
-"""Reports on epsilons as values: of rounds whose numbers are given, of mechanisms, of privacy levels, of a ledger's groups.
+"""Reports on epsilons as values: of mechanisms, of privacy levels, of a ledger's groups.
 
 The command line prints them as tables or as JSON.
 """
@@ -6,69 +6,31 @@ The command line prints them as tables or as JSON.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from fedhdp.errors import InvalidValueError, require
-from fedhdp.mechanism import SENSITIVITY, Mechanism, PrivacyGroup, Sampling
+from fedhdp.mechanism import Mechanism, PrivacyGroup, ScheduledMechanism, mechanism_at
 from fedhdp.privacy.accounting import (
     ADJACENCY,
     LEDGER_ACCOUNTANT,
     Accountant,
     PrivacyCost,
     compose,
-    default_accountant,
-    epsilon_best_of,
+    composed_costs,
     gaussian_epsilon,
     privacy_costs,
     rounds_left,
+    scheduled_costs,
+    within_budget,
 )
-from fedhdp.privacy.calibration import explain_surplus, min_noise_multiplier, noise_multiplier_for
+from fedhdp.privacy.calibration import explain_surplus
 from fedhdp.privacy.ledger import Budget, Ledger
-from fedhdp.privacy.tuning import format_trials, tuning_report
-
-CURVE_POINTS = 10
-
-
-class Tuning(NamedTuple):
-    """The random number of private runs of which only the best is shown: its mean, and the shape of its distribution."""
-
-    trials: float
-    shape: float = math.inf
-
-    def __str__(self) -> str:
-        return format_trials(*self)
-
-
-class CurvePoint(msgspec.Struct, frozen=True):
-    """Epsilon after some rounds, and after so many whole trainings if there are several."""
-
-    rounds: int
-    epsilon: float
-    trainings: int | None = None
-
-
-class RoundsReport(msgspec.Struct, frozen=True):
-    """The epsilon of rounds whose numbers are given, or the noise multiplier for a target epsilon."""
-
-    epsilon: float
-    target_epsilon: float | None
-    unprotected: bool
-    delta: float
-    noise_multiplier: float
-    sampling_rate: float
-    rounds: int  # of one training
-    trainings: int | None  # one after the other; None: one
-    sampling: str
-    adjacency: str
-    accountant: str
-    tuning: str | None
-    noise_in_clips: float
-    epsilon_if_noise_in_clips: float  # if the noise multiplier were a multiple of one clip
-    curve: list[CurvePoint]
+from fedhdp.privacy.tuning import Tuning, tuning_report
 
 
 class GroupReport(msgspec.Struct, frozen=True):
@@ -82,7 +44,8 @@ class GroupReport(msgspec.Struct, frozen=True):
     epsilon_tuned: float | None  # by RDP
     accountant: str
     delta: float
-    noise_multiplier: float
+    noise_multiplier: float  # the smallest of all rounds
+    mechanisms: int  # that cost the group differently, where weights change from round to round
     sampling_rate: float
     rounds: int
     sampling: str
@@ -117,7 +80,6 @@ class GroupStanding(msgspec.Struct, frozen=True):
 
     group: str
     clients: int
-    first_client: int | None
     budget: Budget | None
     epsilon: float | None
     unprotected: bool
@@ -128,87 +90,8 @@ class GroupStanding(msgspec.Struct, frozen=True):
     note: str
 
 
-def account_rounds(
-    sampling_rate: float,
-    rounds: int,
-    delta: float,
-    *,
-    noise_multiplier: float | None = None,
-    target_epsilon: float | None = None,
-    trainings: int | None = None,
-    accountant: Accountant | None = None,
-    sampling: Sampling = "poisson",
-    tuning: Tuning | None = None,
-) -> RoundsReport:
-    """The epsilon of rounds, or the noise multiplier for a target epsilon.
-
-    Args:
-        sampling_rate: The probability that a client takes part in a round.
-        rounds: The number of rounds of a training.
-        delta: The delta.
-        noise_multiplier: The noise as a multiple of the L2 sensitivity. Either this or ``target_epsilon``.
-        target_epsilon: The epsilon to stay within.
-        trainings: How many trainings follow one another on the same clients; None: one.
-        accountant: ``rdp``, or ``pld`` for one training with Poisson sampling and without tuning. None: ``pld`` there, else
-            ``rdp``, as a ledger adds up trainings.
-        sampling: ``poisson`` or ``fixed``.
-        tuning: The number of runs, if only the best of several is shown.
-
-    Raises:
-        InvalidValueError: If a value is out of range, or not exactly one of the two is set.
-    """
-    is_rdp = trainings is not None or tuning is not None
-    accountant = accountant or default_accountant(sampling, ledger=is_rdp)
-    if is_rdp:
-        rule = "'rdp' where there is tuning, or several trainings"
-        require(accountant == LEDGER_ACCOUNTANT, "accountant", accountant, rule)
-    if trainings is not None:
-        require(trainings >= 1, "trainings", trainings, "at least 1")
-        require(tuning is None, "trainings", trainings, "None where there is tuning")
-    all_rounds = rounds * (trainings or 1)
-
-    def epsilon_of(cost: PrivacyCost) -> float:
-        return compose([cost], delta, accountant) if tuning is None else epsilon_best_of(cost, *tuning, delta)
-
-    def epsilon_at(noise: float) -> float:
-        return epsilon_of(PrivacyCost(noise, sampling_rate, sampling, all_rounds))
-
-    if target_epsilon is not None:
-        require(noise_multiplier is None, "noise_multiplier", noise_multiplier, "None where there is a target_epsilon")
-        noise_multiplier = noise_multiplier_for(target_epsilon, sampling_rate, all_rounds, delta, accountant, sampling)
-        if tuning is not None and noise_multiplier > 0:
-            noise_multiplier = min_noise_multiplier(epsilon_at, target_epsilon)
-    if noise_multiplier is None or not noise_multiplier < math.inf:
-        message = f"noise_multiplier must be finite where there is no target_epsilon, got {noise_multiplier}"
-        raise InvalidValueError(message, "noise_multiplier", noise_multiplier)
-    cost = PrivacyCost(noise_multiplier, sampling_rate, sampling, all_rounds).checked()
-    epsilon, sensitivity = epsilon_of(cost), SENSITIVITY[sampling]
-    unit, count = (1, rounds) if trainings is None else (rounds, trainings)
-    points = sorted({min(count, max(1, round(count * point / CURVE_POINTS))) for point in range(1, CURVE_POINTS + 1)})
-    return RoundsReport(
-        epsilon=epsilon,
-        target_epsilon=target_epsilon,
-        unprotected=epsilon == math.inf,
-        delta=delta,
-        noise_multiplier=noise_multiplier,
-        sampling_rate=sampling_rate,
-        rounds=rounds,
-        trainings=trainings,
-        sampling=sampling,
-        adjacency=ADJACENCY[sampling],
-        accountant=accountant,
-        tuning=None if tuning is None else str(tuning),
-        noise_in_clips=noise_multiplier * sensitivity,
-        epsilon_if_noise_in_clips=epsilon_of(cost._replace(noise_multiplier=noise_multiplier / sensitivity)),
-        curve=[
-            CurvePoint(unit * point, epsilon_of(cost._replace(rounds=unit * point)), trainings and point)
-            for point in points
-        ],
-    )
-
-
 def account_mechanisms(
-    variants: Sequence[tuple[str, Mechanism]],
+    variants: Sequence[tuple[str, ScheduledMechanism]],
     rounds: int,
     delta_of: Callable[[str], float],
     accountant: Accountant,
@@ -218,7 +101,7 @@ def account_mechanisms(
     """Each group's epsilons, once for all variants that cost every group the same.
 
     Args:
-        variants: The name and the mechanism of each variant; all have the same groups.
+        variants: The name and the mechanism of each variant, or its function of the round; all have the same groups.
         rounds: The number of rounds.
         delta_of: The delta of each group.
         accountant: The run's accountant.
@@ -230,22 +113,32 @@ def account_mechanisms(
         A report for each set of variants with equal costs, in the order of the first of them.
     """
     names_of: dict[tuple[GroupReport, ...], list[str]] = {}
-    mechanisms = [mechanism for _, mechanism in variants]
-    for (name, mechanism), epsilons in zip(variants, targets or [{}] * len(variants), strict=True):
+    rounds_of = [_rounds_of_mechanisms(schedule, rounds) for _, schedule in variants]
+    mechanisms = [mechanism for of_variant in rounds_of for mechanism in of_variant]
+    for (name, _), of_variant, epsilons in zip(variants, rounds_of, targets or [{}] * len(variants), strict=True):
         groups = []
-        for group, cost in zip(mechanism.groups, privacy_costs(mechanism, rounds).values(), strict=True):
-            report = _group_report(mechanism, group, cost, delta_of(group.name), accountant)
+        mechanism, costs = next(iter(of_variant)), composed_costs(of_variant)
+        for group in mechanism.groups:
+            report = _group_report(mechanism, group, costs[group.name], delta_of(group.name), accountant)
             tuned = None if tuning is None else _tuned_epsilon(mechanisms, report, tuning)
             groups.append(replace(report, epsilon_target=epsilons.get(group.name), epsilon_tuned=tuned))
         names_of.setdefault(tuple(groups), []).append(name)
     return [MechanismReport(names, list(groups)) for groups, names in names_of.items()]
 
 
+def _rounds_of_mechanisms(schedule: ScheduledMechanism, rounds: int) -> Mapping[Mechanism, int]:
+    """How many rounds each mechanism runs."""
+    if isinstance(schedule, Mechanism):
+        return {schedule: rounds}
+    return Counter(mechanism_at(schedule, round) for round in range(rounds))
+
+
 def _group_report(
-    mechanism: Mechanism, group: PrivacyGroup, cost: PrivacyCost, delta: float, accountant: Accountant
+    mechanism: Mechanism, group: PrivacyGroup, costs: Sequence[PrivacyCost], delta: float, accountant: Accountant
 ) -> GroupReport:
     """The report of a group, without target and tuning."""
-    epsilon = math.inf if cost.noise_multiplier == 0 else compose([cost], delta, accountant)
+    cost = min(costs, key=lambda cost: cost.noise_multiplier)._replace(rounds=sum(cost.rounds for cost in costs))
+    epsilon = math.inf if cost.noise_multiplier == 0 else compose(costs, delta, accountant)
     return GroupReport(
         group=group.name,
         clients=group.clients,
@@ -256,11 +149,12 @@ def _group_report(
         accountant=accountant,
         delta=delta,
         noise_multiplier=cost.noise_multiplier,
+        mechanisms=len(costs),
         sampling_rate=cost.sampling_rate,
         rounds=cost.rounds,
         sampling=cost.sampling,
         adjacency=ADJACENCY[cost.sampling],
-        surplus=explain_surplus(mechanism, group),
+        surplus=explain_surplus(mechanism, group) if len(costs) == 1 else None,
     )
 
 
@@ -336,8 +230,7 @@ def group_standing(ledger: Ledger, group: str, delta: float, budget: Budget | No
     epsilon = compose(costs, delta, LEDGER_ACCOUNTANT) if composes else None
     return GroupStanding(
         group=group,
-        clients=len(clients),
-        first_client=clients.start if clients else None,
+        clients=clients,
         budget=budget,
         epsilon=epsilon,
         unprotected=epsilon == math.inf,
@@ -349,23 +242,39 @@ def group_standing(ledger: Ledger, group: str, delta: float, budget: Budget | No
     )
 
 
-def rounds_allowed(ledger: Ledger | None, mechanism: Mechanism, budgets: Mapping[str, Budget]) -> dict[str, float]:
+def rounds_allowed(
+    ledger: Ledger | None, mechanism: ScheduledMechanism, budgets: Mapping[str, Budget], rounds: int
+) -> dict[str, float]:
     """How many rounds of a mechanism each group's budget allows, after what a ledger has charged.
 
     Args:
         ledger: The ledger; None: nothing is charged or promised yet.
-        mechanism: The mechanism.
+        mechanism: The mechanism, or a function of the round.
         budgets: Budgets by group, which lower those of the ledger.
+        rounds: How many rounds a function is followed, at most.
 
     Returns:
         Numbers of rounds by group, for the groups that have a budget.
     """
-    allowed = {}
-    for name, cost in privacy_costs(mechanism).items():
+    allowed: dict[str, float] = {}
+    for name, cost in privacy_costs(mechanism_at(mechanism, 0)).items():
         is_known = ledger is not None and name in ledger.groups()
         charged = ledger.costs(name) if ledger is not None and is_known else ()
         promised = ledger.budget(name) if ledger is not None and is_known else None
         budget = budgets[name].lowered(promised) if name in budgets else promised
-        if budget is not None:
+        if budget is not None and isinstance(mechanism, Mechanism):
             allowed[name] = rounds_left(charged, cost, budget)
+        elif budget is not None:
+            allowed[name] = _scheduled_rounds_left(charged, name, mechanism, budget, rounds)
     return allowed
+
+
+def _scheduled_rounds_left(
+    charged: Sequence[PrivacyCost], group: str, mechanism: ScheduledMechanism, budget: Budget, rounds: int
+) -> int:
+    """How many of the first rounds of a function of the round a budget allows."""
+
+    def is_refused(count: int) -> bool:
+        return not within_budget((*charged, *scheduled_costs(mechanism, count)[group]), budget)
+
+    return bisect_left(range(1, rounds + 1), True, key=is_refused)

@@ -19,6 +19,7 @@ from fedhdp import Mechanism
 from fedhdp.errors import RunError
 from fedhdp.experiments.config import Experiment, from_toml
 from fedhdp.experiments.presets import OPTED_OUT, PRIVATE
+from fedhdp.mechanism import mechanism_at
 from fedhdp.privacy.accounting import compose, is_accounting_installed, privacy_costs
 from fedhdp.reproduction.extensions import EXTENSIONS, LEVEL_TABLES, Extension
 from fedhdp.reproduction.runner import MACHINE, SUPPLEMENT, Machine, incompatible_fields
@@ -198,7 +199,7 @@ def group_costs(runs: Iterable[FinishedRun]) -> list[GroupCost]:
     for run in runs:
         mechanisms = run.experiment.variant_mechanisms(run.experiment.build_mechanism())
         for mechanism, result in zip(mechanisms, run.summary.variants, strict=True):
-            for cost in _variant_costs(run, mechanism, result):
+            for cost in _variant_costs(run, mechanism_at(mechanism, 0), result):
                 rows.setdefault(cost, []).append(_line_key(run.part, result).row)
     return [replace(cost, rows=tuple(dict.fromkeys(labels))) for cost, labels in rows.items()]
 

@@ -14,11 +14,11 @@ from fedhdp.privacy.accounting import (
     Accountant,
     PrivacyCost,
     compose,
+    composed_costs,
     default_accountant,
     is_accounting_installed,
     make_report,
     privacy_cost,
-    privacy_costs,
 )
 from fedhdp.privacy.calibration import explain_surplus
 
@@ -180,6 +180,7 @@ def _account_group(
         result.epsilon_basis = make_report(group.name, result.epsilon, delta, last, accountant).basis
         if len(paid) > 1:
             result.epsilon_basis += f", {len(paid)} mechanisms composed, of which this is one"
+            result.surplus = None  # it is of one mechanism
     return result
 
 
@@ -215,13 +216,14 @@ class SimulationResult(NamedTuple):
     """The outcome of a simulation under one mechanism.
 
     Attributes:
-        mechanism: The mechanism.
+        mechanism: The mechanism of the last round.
         rounds: The number of completed rounds.
         parameters: The global model, as arrays named by their path in the model.
         scores: Each client's values at the end, by ``MODEL/METRIC`` (see `fedhdp.Simulation.client_scores`).
         history: What every evaluation measured.
         repeatable: Whether there was a noise seed, so that nothing is private.
         metrics: The metrics.
+        rounds_of: How many rounds each mechanism ran; None: all rounds had the same.
     """
 
     mechanism: Mechanism
@@ -231,11 +233,12 @@ class SimulationResult(NamedTuple):
     history: list[MetricRow]
     repeatable: bool
     metrics: tuple[MetricInfo, ...] = (ACCURACY,)
+    rounds_of: Mapping[Mechanism, int] | None = None
 
     def result(self, name: str, delta: float = 1e-4, accountant: Accountant | None = None) -> VariantResult:
         """A row of a table, with each group's epsilon at this delta; ``accountant`` as in `fedhdp.privacy.epsilon`."""
-        costs = privacy_costs(self.mechanism, self.rounds)
+        costs = composed_costs(self.rounds_of or {self.mechanism: self.rounds})
         accountant = accountant or default_accountant(self.mechanism.sampling)
-        groups = account_groups(self.mechanism, lambda name: [costs[name]], lambda name: delta, accountant)
+        groups = account_groups(self.mechanism, lambda name: costs[name], lambda name: delta, accountant)
         result = VariantResult(name, "", self.rounds, 0.0, self.repeatable, groups, self.metrics)
         return attach_metrics(result, self.history)

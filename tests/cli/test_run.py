@@ -77,8 +77,11 @@ def test_bad_options_exit_2_and_write_nothing(tmp_path):
     bad = tmp_path / "bad.toml"
     bad.write_text(TINY.read_text().replace("sampling_rate = 0.3", "sampling_rate = 1.5", 1))
     out = ("--out", tmp_path / "run")
+    optimizer = tmp_path / "optimizer.toml"
+    optimizer.write_text(f'server.optimizer.name = "adamm"\n{TINY.read_text()}')
     cases = {
         ("run", bad, *out): ("sampling_rate", "1.5"),
+        ("run", optimizer, *out): ("server.optimizer.name", "adamm"),
         ("run", "nosuch", *out): ("nosuch", "quickstart"),
         ("run", tmp_path / "missing.toml", *out): ("missing.toml", "cannot be read"),
         ("run", TINY, "--rounds", -3, *out): ("rounds", "-3"),
@@ -96,7 +99,7 @@ def test_bad_options_exit_2_and_write_nothing(tmp_path):
         assert done.stderr.startswith("fedhdp: ")
         assert done.stderr.count("\n") == 1
         assert all(part in done.stderr for part in parts), done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["bad.toml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.toml", "optimizer.toml"]
 
 
 @pytest.mark.slow

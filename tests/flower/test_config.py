@@ -29,6 +29,7 @@ import fedhdp.flower
 from fedhdp.errors import ConfigError, FedHDPError, InvalidValueError
 from fedhdp.flower import Deployment, initial_arrays, run_deployment, scorer
 from fedhdp.mechanism import SERVER
+from fedhdp.optimizers import OptimizerConfig
 from fedhdp.privacy.calibration import PrivacyLevel
 from fedhdp.results.schema import Summary
 from fedhdp.results.store import VariantDirectory, read_value
@@ -45,6 +46,13 @@ RUN_CONFIG = {
     "training.epochs": 2,
     "app.data": "the app's own",
 }
+OPTIMIZERS = {
+    "training.optimizer.name": "adam",
+    "training.optimizer.learning-rate.schedule": "constant_schedule",
+    "training.optimizer.learning-rate.value": 0.1,
+    "server.optimizer.name": "sgd",
+    "server.optimizer.learning-rate": 0.5,
+}
 
 
 def test_run_config_is_read_from_dotted_keys():
@@ -60,8 +68,16 @@ def test_a_weight_that_is_not_stated_is_one():
     assert [group.weight for group in mechanism.groups] == [0.5, 1.0]
 
 
-def test_toml_round_trip():
-    deployment = Deployment.from_run_config(RUN_CONFIG)
+def test_optimizers_are_read_from_dotted_keys():
+    deployment = Deployment.from_run_config(RUN_CONFIG | OPTIMIZERS)
+    adam = OptimizerConfig("adam", learning_rate={"schedule": "constant_schedule", "value": 0.1})
+    assert deployment.training.optimizer == adam
+    assert deployment.server.optimizer == OptimizerConfig("sgd", learning_rate=0.5)
+
+
+@pytest.mark.parametrize("changes", [{}, OPTIMIZERS], ids=["plain", "optimizers"])
+def test_toml_round_trip(changes):
+    deployment = Deployment.from_run_config(RUN_CONFIG | changes)
     assert Deployment.from_toml(deployment.to_toml().decode()) == deployment
 
 
@@ -71,6 +87,8 @@ def test_toml_round_trip():
         ({"training.epoch": 3}, "training.epoch"),
         ({"levels.strict.epsilon": 3.0}, "noise_multiplier"),
         ({"rounds": 0}, "rounds"),
+        ({"server.optimizer.name": "adamm"}, "server.optimizer.name"),
+        ({"server.momentum": 0.9}, "server.momentum"),
         ({"rounds.first": 3}, "rounds.first"),
         ({"clip": 1.0}, "clip"),
         ({"enroll-timeout-seconds": 0.0}, "enroll_timeout_seconds"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -10,7 +12,6 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedhdp
 
 from flower_helpers import (
     DATA,
-    JAX_APP,
     LEVELS,
     MODEL,
     PLAIN_MODEL,
@@ -19,6 +20,7 @@ from flower_helpers import (
     TRAINING,
     InProcessGrid,
     is_equal,
+    jax_trainer_of,
     ledger_costs,
     make_deployment,
     make_grid,
@@ -31,7 +33,8 @@ from flower_helpers import (
 )
 from helpers import group_by_group
 
-from fedhdp.flower import FedHDP, initial_arrays
+from fedhdp.client import LocalTraining
+from fedhdp.flower import FedHDP, client_app, initial_arrays
 from fedhdp.flower.client_state import InMemoryState
 from fedhdp.flower.protocol import flatten, from_record, to_record
 from fedhdp.flower.registry import Registry
@@ -41,15 +44,19 @@ from fedhdp.privacy.calibration import PrivacyLevel
 from fedhdp.server import ServerOptimizer
 from fedhdp.simulation import simulate
 
+ADAM = LocalTraining(2, 4, optimizer=OptimizerConfig("adam", learning_rate=0.02, eps=1e-3), personal_learning_rate=0.01)
 
-def test_deployment_equals_simulation(tmp_path):
+
+@pytest.mark.parametrize("training", [TRAINING, ADAM], ids=["sgd", "adam"])
+def test_deployment_equals_simulation(tmp_path, training):
     optimizer = ServerOptimizer(OptimizerConfig("sgd", learning_rate=1.0, momentum=0.9), average=0.5)
-    deployment = make_deployment(tmp_path, rounds=4, server=optimizer, evaluate_every=2, cohort_seed=7)
+    changes = {"rounds": 4, "server": optimizer, "evaluate_every": 2, "cohort_seed": 7}
+    deployment = make_deployment(tmp_path, training=training, **changes)
     mechanism = deployment.mechanism({"open": 2, "mid": 3, "strict": 3})
 
-    (variant,) = run_jax(make_grid(app=JAX_APP), deployment).variants
+    (variant,) = run_jax(make_grid(app=client_app(partial(jax_trainer_of, training=training))), deployment).variants
     data = DATA.with_levels(group_by_group(mechanism))
-    simulation = simulate(data, MODEL, mechanism, TRAINING, optimizer, 4, seed=SEED, noise_seed=7)
+    simulation = simulate(data, MODEL, mechanism, training, optimizer, 4, seed=SEED, noise_seed=7)
 
     model = saved_model(deployment)
     assert abs(initial_arrays(MODEL, SEED)["first/w"] - model["global/first/w"]).max() > 0.01

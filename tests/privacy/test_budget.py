@@ -58,7 +58,7 @@ def test_two_trainings_are_not_charged_as_one(ledger):
 
 
 def test_without_a_ledger_nothing_is_charged():
-    billing = run_billing(None, replayed_rounds=2)
+    billing = run_billing(None, replayed_rounds=[0, 1])
     assert billing.charge_next([MECHANISM]) == [MECHANISM]
     assert billing.rounds_left() == {}
     assert billing.costs("lax", 5) == (ROUND["lax"]._replace(rounds=7),)
@@ -132,7 +132,7 @@ def test_the_last_group_ends_the_run(ledger):
 
 def test_a_repeatable_round_is_charged_without_noise(ledger):
     run_billing(ledger)
-    billing = run_billing(ledger, repeatable=True, replayed_rounds=3, begin=False)
+    billing = run_billing(ledger, repeatable=True, replayed_rounds=[0, 1, 2], begin=False)
     billing.charge_next([MECHANISM])
     assert ledger.costs("lax") == (without_noise(ROUND)["lax"],)
     assert billing.costs("lax", 1) == (ROUND["lax"],)  # as if it were private; the replayed rounds are the same rounds
@@ -142,7 +142,7 @@ def test_a_resumed_run_needs_every_completed_and_replayed_round_in_the_ledger(le
     run_billing(ledger).charge_next([MECHANISM])
     run_billing(ledger, completed=1)
     with raises_field("completed", LedgerError):
-        run_billing(ledger, completed=1, replayed_rounds=1)
+        run_billing(ledger, completed=1, replayed_rounds=[0])
     run_billing(ledger, completed=9, begin=False)  # another billing has opened the run
 
 

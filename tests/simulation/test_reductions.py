@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+import optax
 import pytest
 from helpers import mechanism_of
 from msgspec.structs import replace
 from simulations import CHOSEN, MODEL, TRAINING, same, trained
 
 from fedhdp.algorithms import dp_fedavg, fedhdp, hdp_fedavg, non_private
+from fedhdp.client import LocalTraining
 from fedhdp.mechanism import AdaptiveClip, LayerClip
 from fedhdp.models import Model, linear
 from fedhdp.simulation import Simulation
@@ -33,6 +35,13 @@ def test_dp_fedavg_where_all_opted_out_is_non_private_to_the_bit(data):
 def test_shared_noise_is_per_group_noise_with_one_private_group_to_the_bit(data):
     chosen = mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.1))
     same(trained(data, chosen), trained(data, replace(chosen, noise="per_group")))
+
+
+def test_sgd_by_name_is_plain_sgd_to_the_bit(data):
+    plain, named = LocalTraining(2, 4, 0.3), LocalTraining(2, 4, optimizer={"name": "sgd", "learning_rate": 0.3})
+    simulation = trained(data, CHOSEN, training=named, server_optimizer=optax.sgd(1.0))
+    same(trained(data, CHOSEN, training=plain), simulation)
+    assert simulation.engine.model.head is not None  # the span of the examples
 
 
 def in_one_layer(key):

@@ -119,7 +119,10 @@ def check_tutorial(program: dict[str, Any], out: str) -> None:
 
 
 def check_compare(program: dict[str, Any], out: str) -> None:
-    assert len(re.findall(r"\d ±\d", out)) >= 3 * 7  # three algorithms; the server and two models of three groups
+    first, *others = program["tables"]
+    table = program["format_table"](first, other_seeds=others)
+    assert len(re.findall(r"\d ±\d", table)) >= 3 * 7  # three algorithms; the server and two models of three groups
+    assert {"plot.png", "private.svg", "runs"} <= {path.name for path in Path.cwd().iterdir()}
     assert [value for _, value in program["curve"] if not 0 <= value <= 1] == []
     assert len(program["runs"]) == 6
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from fedhdp.experiments.config import Experiment
     from fedhdp.flower.config import Deployment
     from fedhdp.mechanism import Sampling, ScheduledMechanism
-    from fedhdp.privacy.reports import GroupReport, LevelReport, MechanismReport, RoundsReport, Tuning
+    from fedhdp.privacy.reports import GroupReport, LevelReport, MechanismReport
+    from fedhdp.privacy.rounds import RoundsReport
+    from fedhdp.privacy.tuning import Tuning
 
 Number = TypeVar("Number", int, float)
 REPEATABLE = "Noise or cohorts come from a given seed, so nothing is private."
@@ -72,7 +74,8 @@ def account(
 
     `fedhdp account examples/flower_app --rounds 50`
     """
-    from fedhdp.privacy.reports import Tuning, account_rounds
+    from fedhdp.privacy.rounds import account_rounds
+    from fedhdp.privacy.tuning import Tuning
 
     if tuning_trials is None and tuning_shape != math.inf:
         raise ConfigError(f"--tuning-shape {tuning_shape:g} needs --tuning-trials", "--tuning-shape", tuning_shape)

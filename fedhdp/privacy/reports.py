@@ -80,7 +80,6 @@ class GroupStanding(msgspec.Struct, frozen=True):
 
     group: str
     clients: int
-    first_client: int | None
     budget: Budget | None
     epsilon: float | None
     unprotected: bool
@@ -231,8 +230,7 @@ def group_standing(ledger: Ledger, group: str, delta: float, budget: Budget | No
     epsilon = compose(costs, delta, LEDGER_ACCOUNTANT) if composes else None
     return GroupStanding(
         group=group,
-        clients=len(clients),
-        first_client=clients.start if clients else None,
+        clients=clients,
         budget=budget,
         epsilon=epsilon,
         unprotected=epsilon == math.inf,

@@ -127,6 +127,11 @@ class Simulation:
         self._evaluation = Evaluation(self.engine, data, self.group_K, self.run_of, metrics)
         self._initialize(initial_model)
 
+    def group_of_client(self) -> dict[str, str]:
+        """The name of each client's group, by the client's id."""
+        names = np.array([group.name for group in self.mechanism.groups])
+        return dict(zip(self.data.ids.tolist(), names[self.group_K].tolist(), strict=True))
+
     def _initialize(self, initial_model: Parameters | None) -> None:
         """Set the state before the first round."""
         key = jax.random.wrap_key_data(jnp.asarray(stream(self.seed, MODEL, 0)))

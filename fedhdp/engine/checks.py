@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -29,6 +30,12 @@ def check_data(data: FederatedData, model: Model) -> None:
     for field, part in (("test", data.test), ("validation", data.validation)):
         if part is not None and len(part.count_K) != data.num_clients:
             _refuse_data(field, len(part.count_K), f"the examples of {data.num_clients} clients, as train")
+    if len(data.ids) != data.num_clients:
+        _refuse_data("client_ids", len(data.ids), f"of {data.num_clients} clients, as train")
+    if data.client_ids is not None and len(set(data.ids.tolist())) < data.num_clients:
+        ids = data.ids.tolist()
+        twice = next(client for client, count in Counter(ids).items() if count > 1)
+        _refuse_data("client_ids", twice, "different for each client")
     if len(data.server_x_N) != len(data.server_y_N):
         _refuse_data("server_x_N", len(data.server_x_N), f"as many as server_y_N, {len(data.server_y_N)}")
     parts = [(part.x_N, part.y_N) for part in (data.train, data.test) if isinstance(part, Examples)]

@@ -160,7 +160,8 @@ class VariantBatch:
                     accountant=experiment.run_accountant,
                     completed=simulation.round,
                     replayed_rounds=self.replayed_rounds,
-                    population=experiment.population,
+                    members=None if ledger is None else simulation.group_of_client(),
+                    population=experiment.population if simulation.data.client_ids is None else None,
                 )
         return [billings[number] for number in simulation.run_of]
 

@@ -160,8 +160,7 @@ def run_variants(
                 settings = (*experiment.overrides(numbers[0]), experiment.seed, experiment.noise_seed)
                 path = parts[numbers[0]].path
                 simulation = Simulation(data, model, batch_mechanisms, *settings, path, cohort_entropy, initial_model)
-                groups = np.array([group.name for group in mechanism.groups])
-                directory.record_clients(data.ids.tolist(), groups[simulation.group_K].tolist())
+                directory.record_clients(simulation.group_of_client())
                 batch = VariantBatch(experiment, numbers, simulation, parts, watch, directory.extensions, start_cost)
                 for number, result in zip(numbers, batch.run(directory.id, ledger), strict=True):
                     results[number] = result

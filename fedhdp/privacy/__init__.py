@@ -7,8 +7,9 @@ from fedhdp.privacy.accounting import EpsilonReport, PrivacyCost, epsilon, epsil
 from fedhdp.privacy.budget import BudgetExhausted, DeploymentBilling, OnBudgetExhausted, RunBilling, drop_groups
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig, PrivacyLevel, calibrate
 from fedhdp.privacy.ledger import Budget, BudgetError, Ledger
-from fedhdp.privacy.reports import Tuning, account_levels, account_mechanisms, account_rounds, group_standing
-from fedhdp.privacy.tuning import tuning_reports
+from fedhdp.privacy.reports import account_levels, account_mechanisms, group_standing
+from fedhdp.privacy.rounds import account_rounds
+from fedhdp.privacy.tuning import Tuning, tuning_reports
 
 __all__ = [
     "Budget",

@@ -1,4 +1,4 @@
-"""The SQLite file of a ledger: its schema and versions, durable transactions, and SQLite's errors as ``LedgerError``.
+"""The SQLite file of a ledger: its schema, durable transactions, and SQLite's errors as ``LedgerError``.
 
 What is written, and when, is decided in ``ledger.py``.
 """
@@ -14,22 +14,20 @@ from typing import Self
 from fedhdp.errors import LedgerError
 
 APPLICATION = 0x66686470  # "fhdp"
-VERSION = 3  # 2: registrations; 3: the population
+VERSION = 4
 SCHEMA = """
-CREATE TABLE groups (
-  name TEXT PRIMARY KEY, first INTEGER NOT NULL, clients INTEGER NOT NULL, epsilon REAL, delta REAL);
+CREATE TABLE groups (number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, epsilon REAL, delta REAL);
+CREATE TABLE clients (id TEXT PRIMARY KEY, "group" INTEGER NOT NULL REFERENCES groups);
+CREATE INDEX clients_of_group ON clients ("group");
 CREATE TABLE runs (
   name TEXT PRIMARY KEY, started TEXT NOT NULL, mechanism TEXT NOT NULL, charged INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE charges (
-  run TEXT NOT NULL REFERENCES runs, "group" TEXT NOT NULL REFERENCES groups, noise_multiplier REAL NOT NULL,
+  run TEXT NOT NULL REFERENCES runs, "group" TEXT NOT NULL REFERENCES groups (name), noise_multiplier REAL NOT NULL,
   sampling_rate REAL NOT NULL, sampling TEXT NOT NULL, rounds INTEGER NOT NULL, latest TEXT NOT NULL,
   PRIMARY KEY (run, "group", noise_multiplier, sampling_rate, sampling));
 CREATE INDEX charges_of_group ON charges ("group");
-"""
-MIGRATIONS = {  # by version; for new files too
-    2: 'CREATE TABLE registrations (client TEXT PRIMARY KEY, "group" TEXT NOT NULL REFERENCES groups, at TEXT NOT NULL)',
-    3: "CREATE TABLE population (description TEXT NOT NULL)",
-}
+CREATE TABLE population (description TEXT NOT NULL)
+"""  # population: a row where the clients' ids are numbers
 ERRORS = {  # by the first two words of SQLite's name
     "SQLITE_FULL": "the disk is full, so no round can be charged",
     "SQLITE_BUSY": "another process has locked the ledger for too long",
@@ -60,7 +58,7 @@ class LedgerFile:
                 raise self._error("not a ledger, but an empty file", "path", self.path)
             if not read_only:
                 with self._transaction():
-                    self._migrate()
+                    self._create()
         except BaseException:
             self._db.close()
             raise
@@ -76,24 +74,22 @@ class LedgerFile:
         self._db.close()
 
     def _version(self) -> int:
-        """The version of the file, 0 where it is empty; a file that is no ledger, or a newer one, is refused."""
+        """The version of the file, 0 where it is empty; a file that is no ledger, or one of another version, is refused."""
         application, version, objects = (
             self._db.execute(query).fetchone()[0]
             for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT COUNT(*) FROM sqlite_master")
         )
         if (application, version, objects) != (0, 0, 0) and application != APPLICATION:
             raise self._error("not a ledger, but another program's database", "path", self.path)
-        if version > VERSION:
-            message = f"a ledger of version {version}, while this fedhdp reads versions up to {VERSION}"
+        if version not in (0, VERSION):
+            message = f"a ledger of version {version}, while this fedhdp reads version {VERSION} alone"
             raise self._error(message, "version", version)
         return int(version)
 
-    def _migrate(self) -> None:
-        """Create the tables that are missing; in a transaction, since another process may be doing the same."""
-        version = self._version()
-        if version < VERSION:
-            migrations = [statement for since, statement in MIGRATIONS.items() if since > version]
-            for statement in (*(SCHEMA.split(";") if version == 0 else ()), *migrations):
+    def _create(self) -> None:
+        """Create the tables of an empty file; in a transaction, since another process may be doing the same."""
+        if self._version() == 0:
+            for statement in SCHEMA.split(";"):
                 self._db.execute(statement)
             self._db.execute(f"PRAGMA user_version = {VERSION}")
             self._db.execute(f"PRAGMA application_id = {APPLICATION}")

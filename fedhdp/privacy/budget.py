@@ -56,7 +56,8 @@ class RunBilling:
         completed: The rounds that the run has completed.
         replayed_rounds: The numbers of the rounds that were shown and, after a crash, run again with other noise. Each
             counts as often as it is in this list, once more than it is run.
-        population: A description of the population whose clients the groups number.
+        members: The run's clients, by id, with their groups; None: numbers, one group after the other.
+        population: Where ids are numbers, a description of the clients who have them.
         begin: Whether to open the run in the ledger; False where another billing has opened it.
 
     Raises:
@@ -76,7 +77,8 @@ class RunBilling:
         accountant: Accountant,
         completed: int = 0,
         replayed_rounds: Sequence[int] = (),
-        population: str = "",
+        members: Mapping[str, str] | None = None,
+        population: str | None = None,
         begin: bool = True,
     ):
         is_ledgers = ledger is None or accountant == LEDGER_ACCOUNTANT
@@ -89,7 +91,8 @@ class RunBilling:
         self.replayed_rounds = () if repeatable else tuple(replayed_rounds)  # with a seed they are the same rounds
         self._dropped_groups: set[str] = set()
         if ledger is not None and begin:
-            ledger.begin(run, self.mechanism, completed + len(replayed_rounds), population=population or None)
+            rounds = completed + len(replayed_rounds)
+            ledger.begin(run, self.mechanism, rounds, members, population, admit_new=True)
 
     def charge_next(self, mechanisms: Sequence[Mechanism]) -> list[Mechanism]:
         """Charge the next round, durably, and return what to run.

@@ -6,21 +6,19 @@ checkpoint is charged again. A group's budget is checked, by Renyi accounting, i
 so concurrent runs cannot exceed it together. The file stores facts, not epsilons: noise multiplier, sampling rate,
 sampling and number of rounds, from which the events of accounting are rebuilt.
 
-In simulations a group is a name for a range of client numbers. A file maps each name to one range and each client to one
-name, so a client's cost is its group's. A budget can be promised to a name before its first run; the name has no clients
-until then (0 in the file). Client numbers belong to one population, which the first run names; another population needs
-another file. ``begin`` refuses to resume a run that has completed more rounds than the file has charged, as happens when
-an old copy of the file was restored.
+One table has the clients by id, each with its group. A client stays in the group in which it was first, in all runs of
+the file, so its cost is at most its group's: a client that joins a group inherits the group's cost. A budget can be
+promised to a group before its first run; it has no clients until then. ``begin`` refuses to resume a run that has
+completed more rounds than the file has charged, as happens when an old copy of the file was restored.
 
-In deployments clients join and leave, and no range can describe them. There each client registers once under an identity
-of its own, and stays in the group of its first registration in all runs of the file. A group may grow from run to run: a
-client that joins inherits the group's cost, which is never less than the client's own.
+Data without ids have numbers for them. These identify clients of one population only, which the first run describes;
+another population needs another file. In deployments clients register under an identity of their own before a run.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -85,6 +83,7 @@ class Ledger(LedgerFile):
         completed: int = 0,
         members: Mapping[str, str] | None = None,
         population: str | None = None,
+        admit_new: bool = False,
     ) -> None:
         """Open a run, or resume it.
 
@@ -92,8 +91,10 @@ class Ledger(LedgerFile):
             run: The name of the run.
             mechanism: Its mechanism; when the run is resumed, the same.
             completed: The rounds that the run has completed.
-            members: In a deployment, the registered clients of the run with their groups.
-            population: In a simulation, a description of the population whose client numbers these are.
+            members: The run's clients, by id, with their groups. None: numbers, one group after the other.
+            population: Where ids are numbers, a description of the clients who have them.
+            admit_new: Whether clients whom the file does not know are admitted, as in a simulation. Those of a deployment
+                register.
 
         Raises:
             LedgerError: If the run has another mechanism or fewer charged than completed rounds in this file, if its
@@ -103,13 +104,11 @@ class Ledger(LedgerFile):
         encoded = msgspec.json.encode(mechanism).decode()
         with self._transaction():
             self._check_promises(mechanism.groups)
-            self._check_client_kind(registering=members is not None)
-            if members is None:
-                self._check_population(population)
-                for name, clients in _client_ranges(mechanism):
-                    self._admit_range(name, clients)
-            else:
-                self._admit_members(mechanism, members)
+            has_numbers = members is None or population is not None
+            self._check_population(has_numbers, population)
+            self._admit_members(
+                mechanism, _numbered(mechanism) if members is None else members, has_numbers or admit_new
+            )
             row = self._db.execute("SELECT mechanism, charged FROM runs WHERE name = ?", (run,)).fetchone()
             if row is None:
                 self._db.execute("INSERT INTO runs VALUES (?, ?, ?, 0)", (run, _now(), encoded))
@@ -154,7 +153,7 @@ class Ledger(LedgerFile):
                     raise self._error(f"run {run!r} has a group {group.name!r} without a cost", "costs", group.name)
             self._db.execute("UPDATE runs SET charged = charged + ? WHERE name = ?", (rounds, run))
             for name, cost in costs.items():
-                if not self.clients(name):
+                if not self._has_clients(name):
                     raise self._error(f"group {name!r} has not been in a run", "group", name)
                 self._check_sampling(name, cost.sampling)
             refused = tuple(name for name, cost in costs.items() if not self._is_affordable(name, cost))
@@ -200,35 +199,41 @@ class Ledger(LedgerFile):
             The group of the client's first registration, in which it stays.
 
         Raises:
-            LedgerError: If the clients of this file are numbered.
+            LedgerError: If the ids of this file's clients are numbers.
         """
         require(client != "", "client", client, "an identity")
         require(group != "", "group", group, "a name")
         with self._transaction():
-            self._check_client_kind(registering=True)
-            row = self._db.execute('SELECT "group" FROM registrations WHERE client = ?', (client,)).fetchone()
+            self._check_population(has_numbers=False, population=None)
+            query = 'SELECT name FROM clients JOIN groups ON number = "group" WHERE id = ?'
+            row = self._db.execute(query, (client,)).fetchone()
             if row is None:
-                self._db.execute("INSERT OR IGNORE INTO groups VALUES (?, 0, 0, NULL, NULL)", (group,))
-                self._db.execute("INSERT INTO registrations VALUES (?, ?, ?)", (client, group, _now()))
+                self._add_clients([(client, group)])
             return str(row[0]) if row else group
 
     def registrations(self) -> dict[str, str]:
-        """The group of every registered client, the oldest registration first."""
+        """The group of every client, by id, in the order in which they came."""
         with self._translate_errors():
-            if self._version() < 2:  # such a file, opened to be read only, has no table of registrations
-                return {}
-            return dict(self._db.execute('SELECT client, "group" FROM registrations ORDER BY rowid'))
+            query = 'SELECT id, name FROM clients JOIN groups ON number = "group" ORDER BY clients.rowid'
+            return dict(self._db.execute(query))
 
     def groups(self) -> tuple[str, ...]:
-        """The groups of all runs, in the order of their clients, and then those that only have a budget."""
+        """The groups in the order of their first clients, and then those that only have a budget."""
+        first = '(SELECT MIN(rowid) FROM clients WHERE "group" = number)'
         with self._translate_errors():
-            rows = self._db.execute("SELECT name FROM groups ORDER BY clients = 0, first, rowid")
+            rows = self._db.execute(f"SELECT name FROM groups ORDER BY {first} IS NULL, {first}, number")
             return tuple(name for (name,) in rows)
 
-    def clients(self, group: str) -> range:
-        """The client numbers of a group, none before its first run; ``LedgerError`` if it is unknown."""
-        first, count = self._group_row(group, "first, clients")
-        return range(first, first + count)
+    def clients(self, group: str) -> int:
+        """The number of clients of a group, 0 before its first; ``LedgerError`` if it is unknown."""
+        number, _ = self._group_row(group, "number, name")
+        with self._translate_errors():
+            return int(self._db.execute('SELECT COUNT(*) FROM clients WHERE "group" = ?', (number,)).fetchone()[0])
+
+    def _has_clients(self, group: str) -> bool:
+        number, _ = self._group_row(group, "number, name")
+        query = 'SELECT EXISTS (SELECT 1 FROM clients WHERE "group" = ?)'
+        return bool(self._db.execute(query, (number,)).fetchone()[0])
 
     def budget(self, group: str) -> Budget | None:
         """The budget of a group, if it was promised one; ``LedgerError`` if it is unknown."""
@@ -271,7 +276,7 @@ class Ledger(LedgerFile):
 
     def _set_budget(self, group: str, budget: Budget) -> None:
         self.check_budget(group, budget)
-        self._db.execute("INSERT OR IGNORE INTO groups VALUES (?, 0, 0, NULL, NULL)", (group,))
+        self._db.execute("INSERT OR IGNORE INTO groups (name) VALUES (?)", (group,))
         query = "UPDATE groups SET epsilon = ?, delta = ? WHERE name = ?"
         self._db.execute(query, (budget.epsilon, budget.delta, group))
 
@@ -279,62 +284,52 @@ class Ledger(LedgerFile):
         budget = self.budget(group)
         return budget is None or cost.free or within_budget((*self.costs(group), cost), budget)
 
-    def _admit_range(self, name: str, clients: range) -> None:
-        """Add a group, unless its clients or its name belong to another group."""
-        rows = self._db.execute("SELECT name, first, clients FROM groups WHERE clients > 0").fetchall()
-        for other_name, first, count in rows:
-            other_clients = range(first, first + count)
-            overlaps = other_clients.start < clients.stop and clients.start < other_clients.stop
-            if (other_name, other_clients) != (name, clients) and (other_name == name or overlaps):
-                message = f"clients {first} to {first + count - 1} are group {other_name!r} in this file, "
-                message += f"so clients {clients.start} to {clients.stop - 1} cannot be group {name!r}"
-                raise self._error(message, "groups", name)
-        self._db.execute(
-            "INSERT INTO groups VALUES (?, ?, ?, NULL, NULL) ON CONFLICT (name) DO UPDATE"
-            " SET first = excluded.first, clients = excluded.clients",
-            (name, clients.start, len(clients)),
-        )
+    def _add_clients(self, clients: Sequence[tuple[str, str]]) -> None:
+        """Add clients, by id, with their groups."""
+        names = dict.fromkeys(group for _, group in clients)
+        self._db.executemany("INSERT OR IGNORE INTO groups (name) VALUES (?)", [(name,) for name in names])
+        numbers = dict(self._db.execute("SELECT name, number FROM groups"))
+        self._db.executemany("INSERT INTO clients VALUES (?, ?)", [(client, numbers[name]) for client, name in clients])
 
-    def _admit_members(self, mechanism: Mechanism, members: Mapping[str, str]) -> None:
-        """Let a run have these clients, if each is registered for the group that the run has it in."""
-        registrations = self.registrations()
-        group_names = {group.name for group in mechanism.groups}
+    def _admit_members(self, mechanism: Mechanism, members: Mapping[str, str], admit_new: bool) -> None:
+        """Let a run have these clients, if each is in the group that the file has it in, or is new and may be."""
+        known, sizes = self.registrations(), {group.name: 0 for group in mechanism.groups}
+        new: dict[str, list[str]] = {name: [] for name in sizes}
         for client, name in members.items():
-            registered = registrations.get(client)
-            if registered != name:
-                message = f"client {client!r} is registered for {registered!r}, not for {name!r}"
+            own = known.get(client)
+            if own != name and (own is not None or not admit_new):
+                is_in = "has not registered" if own is None else f"is in group {own!r}"
+                raise self._error(f"client {client!r} {is_in}, so it cannot be in {name!r}", "members", client)
+            if name not in sizes:  # the client would not be charged
+                message = f"client {client!r} is in group {name!r}, which the mechanism does not have"
                 raise self._error(message, "members", client)
-            if name not in group_names:  # the client would not be charged
-                message = f"client {client!r} is registered for {name!r}, which the mechanism does not have"
-                raise self._error(message, "members", client)
+            sizes[name] += 1
+            if own is None:
+                new[name].append(client)
         noisy = {group.name for run in self.runs() for group in run.mechanism.groups if not group.opted_out}
         for group in mechanism.groups:
             rule = f"above 0, as in other runs of {self.path}: clients registered for {group.name!r} with noise"
-            require(not group.opted_out or group.name not in noisy, "noise_multiplier", group.noise_multiplier, rule)
-            count = sum(name == group.name for name in members.values())
-            require(count == group.clients, f"clients of {group.name!r}", group.clients, f"its {count} members")
-        first = 0
-        for (name,) in self._db.execute("SELECT name FROM groups ORDER BY rowid").fetchall():
-            count = sum(registered == name for registered in registrations.values())
-            self._db.execute("UPDATE groups SET first = ?, clients = ? WHERE name = ?", (first, count, name))
-            first += count
+            keeps_noise = admit_new or not group.opted_out or group.name not in noisy
+            require(keeps_noise, "noise_multiplier", group.noise_multiplier, rule)
+            size = sizes[group.name]
+            require(size == group.clients, f"clients of {group.name!r}", group.clients, f"its {size} members")
+        self._add_clients([(client, name) for name, clients in new.items() for client in clients])
 
-    def _check_client_kind(self, registering: bool) -> None:
-        """A file's clients are either numbered or registered: neither can vouch for the other."""
-        registered = set(self.registrations().values())
-        if registering and any(self.clients(name) and name not in registered for name in self.groups()):
-            raise self._error("its clients are numbered, so none can register; use another file", "members")
-        if registered and not registering:
-            raise self._error("its clients are registered, so a run must name its members", "members")
-
-    def _check_population(self, population: str | None) -> None:
-        """Client numbers are of one population: in another, the same number is another client."""
-        row = self._db.execute("SELECT * FROM population").fetchone()
-        if population is not None and row is None:
-            self._db.execute("INSERT INTO population VALUES (?)", (population,))
+    def _check_population(self, has_numbers: bool, population: str | None) -> None:
+        """Numbers are ids in one population alone: in another, the same number is another client."""
+        row = self._db.execute("SELECT description FROM population").fetchone()
+        if not has_numbers and row is not None:
+            message = "its clients' ids are numbers of a population, so others cannot be in it; use another file"
+            raise self._error(message, "members")
+        if has_numbers and row is None and self._db.execute("SELECT EXISTS (SELECT 1 FROM clients)").fetchone()[0]:
+            raise self._error(
+                "its clients have ids of their own, and this run has numbers; use another file", "members"
+            )
+        if has_numbers and row is None:
+            self._db.execute("INSERT INTO population VALUES (?)", (population or "",))
         elif population is not None and row[0] != population:
-            message = f"its clients are those of {row[0]}, not of {population}; use another file"
-            raise self._error(message, "population", population)
+            message = f"its clients are those of {row[0] or 'a population without a description'}, not of {population}"
+            raise self._error(f"{message}; use another file", "population", population)
 
     def _check_sampling(self, group: str, sampling: str) -> None:
         """Costs by one kind of sampling do not compose with costs by the other."""
@@ -347,7 +342,7 @@ class Ledger(LedgerFile):
 
     def _check_promises(self, groups: tuple[PrivacyGroup, ...]) -> None:
         """A budget that waits for its group is not bypassed under a new name, such as a misspelt one."""
-        waiting = [name for name in self.groups() if not self.clients(name) and self.budget(name) is not None]
+        waiting = [name for name in self.groups() if not self._has_clients(name) and self.budget(name) is not None]
         absent = sorted(set(waiting) - {group.name for group in groups})
         new = [group.name for group in groups if not group.opted_out and group.name not in self.groups()]
         if absent and new:
@@ -358,12 +353,10 @@ class Ledger(LedgerFile):
             raise self._error(message, "groups", new[0])
 
 
-def _client_ranges(mechanism: Mechanism) -> Iterator[tuple[str, range]]:
-    """Each group with the numbers of its clients."""
-    first = 0
-    for group in mechanism.groups:
-        yield group.name, range(first, first + group.clients)
-        first += group.clients
+def _numbered(mechanism: Mechanism) -> dict[str, str]:
+    """Clients whose ids are numbers, one group after the other."""
+    names = (group.name for group in mechanism.groups for _ in range(group.clients))
+    return {str(number): name for number, name in enumerate(names)}
 
 
 def _now() -> str:

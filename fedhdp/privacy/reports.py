@@ -1,4 +1,4 @@
-"""Reports on epsilons as values: of rounds whose numbers are given, of mechanisms, of privacy levels, of a ledger's groups.
+"""Reports on epsilons as values: of mechanisms, of privacy levels, of a ledger's groups.
 
 The command line prints them as tables or as JSON.
 """
@@ -9,13 +9,12 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from fedhdp.errors import InvalidValueError, require
-from fedhdp.mechanism import SENSITIVITY, Mechanism, PrivacyGroup, Sampling, ScheduledMechanism, mechanism_at
+from fedhdp.mechanism import Mechanism, PrivacyGroup, ScheduledMechanism, mechanism_at
 from fedhdp.privacy.accounting import (
     ADJACENCY,
     LEDGER_ACCOUNTANT,
@@ -23,57 +22,15 @@ from fedhdp.privacy.accounting import (
     PrivacyCost,
     compose,
     composed_costs,
-    default_accountant,
-    epsilon_best_of,
     gaussian_epsilon,
     privacy_costs,
     rounds_left,
     scheduled_costs,
     within_budget,
 )
-from fedhdp.privacy.calibration import explain_surplus, min_noise_multiplier, noise_multiplier_for
+from fedhdp.privacy.calibration import explain_surplus
 from fedhdp.privacy.ledger import Budget, Ledger
-from fedhdp.privacy.tuning import format_trials, tuning_report
-
-CURVE_POINTS = 10
-
-
-class Tuning(NamedTuple):
-    """The random number of private runs of which only the best is shown: its mean, and the shape of its distribution."""
-
-    trials: float
-    shape: float = math.inf
-
-    def __str__(self) -> str:
-        return format_trials(*self)
-
-
-class CurvePoint(msgspec.Struct, frozen=True):
-    """Epsilon after some rounds, and after so many whole trainings if there are several."""
-
-    rounds: int
-    epsilon: float
-    trainings: int | None = None
-
-
-class RoundsReport(msgspec.Struct, frozen=True):
-    """The epsilon of rounds whose numbers are given, or the noise multiplier for a target epsilon."""
-
-    epsilon: float
-    target_epsilon: float | None
-    unprotected: bool
-    delta: float
-    noise_multiplier: float
-    sampling_rate: float
-    rounds: int  # of one training
-    trainings: int | None  # one after the other; None: one
-    sampling: str
-    adjacency: str
-    accountant: str
-    tuning: str | None
-    noise_in_clips: float
-    epsilon_if_noise_in_clips: float  # if the noise multiplier were a multiple of one clip
-    curve: list[CurvePoint]
+from fedhdp.privacy.tuning import Tuning, tuning_report
 
 
 class GroupReport(msgspec.Struct, frozen=True):
@@ -123,7 +80,6 @@ class GroupStanding(msgspec.Struct, frozen=True):
 
     group: str
     clients: int
-    first_client: int | None
     budget: Budget | None
     epsilon: float | None
     unprotected: bool
@@ -132,85 +88,6 @@ class GroupStanding(msgspec.Struct, frozen=True):
     adjacency: str | None
     charges: list[dict[str, Any]]  # the fields of each PrivacyCost
     note: str
-
-
-def account_rounds(
-    sampling_rate: float,
-    rounds: int,
-    delta: float,
-    *,
-    noise_multiplier: float | None = None,
-    target_epsilon: float | None = None,
-    trainings: int | None = None,
-    accountant: Accountant | None = None,
-    sampling: Sampling = "poisson",
-    tuning: Tuning | None = None,
-) -> RoundsReport:
-    """The epsilon of rounds, or the noise multiplier for a target epsilon.
-
-    Args:
-        sampling_rate: The probability that a client takes part in a round.
-        rounds: The number of rounds of a training.
-        delta: The delta.
-        noise_multiplier: The noise as a multiple of the L2 sensitivity. Either this or ``target_epsilon``.
-        target_epsilon: The epsilon to stay within.
-        trainings: How many trainings follow one another on the same clients; None: one.
-        accountant: ``rdp``, or ``pld`` for one training with Poisson sampling and without tuning. None: ``pld`` there, else
-            ``rdp``, as a ledger adds up trainings.
-        sampling: ``poisson`` or ``fixed``.
-        tuning: The number of runs, if only the best of several is shown.
-
-    Raises:
-        InvalidValueError: If a value is out of range, or not exactly one of the two is set.
-    """
-    is_rdp = trainings is not None or tuning is not None
-    accountant = accountant or default_accountant(sampling, ledger=is_rdp)
-    if is_rdp:
-        rule = "'rdp' where there is tuning, or several trainings"
-        require(accountant == LEDGER_ACCOUNTANT, "accountant", accountant, rule)
-    if trainings is not None:
-        require(trainings >= 1, "trainings", trainings, "at least 1")
-        require(tuning is None, "trainings", trainings, "None where there is tuning")
-    all_rounds = rounds * (trainings or 1)
-
-    def epsilon_of(cost: PrivacyCost) -> float:
-        return compose([cost], delta, accountant) if tuning is None else epsilon_best_of(cost, *tuning, delta)
-
-    def epsilon_at(noise: float) -> float:
-        return epsilon_of(PrivacyCost(noise, sampling_rate, sampling, all_rounds))
-
-    if target_epsilon is not None:
-        require(noise_multiplier is None, "noise_multiplier", noise_multiplier, "None where there is a target_epsilon")
-        noise_multiplier = noise_multiplier_for(target_epsilon, sampling_rate, all_rounds, delta, accountant, sampling)
-        if tuning is not None and noise_multiplier > 0:
-            noise_multiplier = min_noise_multiplier(epsilon_at, target_epsilon)
-    if noise_multiplier is None or not noise_multiplier < math.inf:
-        message = f"noise_multiplier must be finite where there is no target_epsilon, got {noise_multiplier}"
-        raise InvalidValueError(message, "noise_multiplier", noise_multiplier)
-    cost = PrivacyCost(noise_multiplier, sampling_rate, sampling, all_rounds).checked()
-    epsilon, sensitivity = epsilon_of(cost), SENSITIVITY[sampling]
-    unit, count = (1, rounds) if trainings is None else (rounds, trainings)
-    points = sorted({min(count, max(1, round(count * point / CURVE_POINTS))) for point in range(1, CURVE_POINTS + 1)})
-    return RoundsReport(
-        epsilon=epsilon,
-        target_epsilon=target_epsilon,
-        unprotected=epsilon == math.inf,
-        delta=delta,
-        noise_multiplier=noise_multiplier,
-        sampling_rate=sampling_rate,
-        rounds=rounds,
-        trainings=trainings,
-        sampling=sampling,
-        adjacency=ADJACENCY[sampling],
-        accountant=accountant,
-        tuning=None if tuning is None else str(tuning),
-        noise_in_clips=noise_multiplier * sensitivity,
-        epsilon_if_noise_in_clips=epsilon_of(cost._replace(noise_multiplier=noise_multiplier / sensitivity)),
-        curve=[
-            CurvePoint(unit * point, epsilon_of(cost._replace(rounds=unit * point)), trainings and point)
-            for point in points
-        ],
-    )
 
 
 def account_mechanisms(
@@ -353,8 +230,7 @@ def group_standing(ledger: Ledger, group: str, delta: float, budget: Budget | No
     epsilon = compose(costs, delta, LEDGER_ACCOUNTANT) if composes else None
     return GroupStanding(
         group=group,
-        clients=len(clients),
-        first_client=clients.start if clients else None,
+        clients=clients,
         budget=budget,
         epsilon=epsilon,
         unprotected=epsilon == math.inf,
@@ -367,38 +243,41 @@ def group_standing(ledger: Ledger, group: str, delta: float, budget: Budget | No
 
 
 def rounds_allowed(
-    ledger: Ledger | None, mechanism: ScheduledMechanism, budgets: Mapping[str, Budget], rounds: int
-) -> dict[str, float]:
-    """How many rounds of a mechanism each group's budget allows, after what a ledger has charged.
+    ledger: Ledger | None, trainings: Sequence[ScheduledMechanism], budgets: Mapping[str, Budget], rounds: int
+) -> list[dict[str, int]]:
+    """How many rounds of trainings, one after the other, the budgets allow after what a ledger has charged.
 
     Args:
         ledger: The ledger; None: nothing is charged or promised yet.
-        mechanism: The mechanism, or a function of the round.
+        trainings: The mechanism of each training, or its function of the round.
         budgets: Budgets by group, which lower those of the ledger.
-        rounds: How many rounds a function is followed, at most.
+        rounds: The rounds of each training. It ends where the first budget does.
 
     Returns:
-        Numbers of rounds by group, for the groups that have a budget.
+        For each training, numbers of rounds by group, for the groups that have a budget.
     """
-    allowed: dict[str, float] = {}
-    for name, cost in privacy_costs(mechanism_at(mechanism, 0)).items():
-        is_known = ledger is not None and name in ledger.groups()
-        charged = ledger.costs(name) if ledger is not None and is_known else ()
-        promised = ledger.budget(name) if ledger is not None and is_known else None
-        budget = budgets[name].lowered(promised) if name in budgets else promised
-        if budget is not None and isinstance(mechanism, Mechanism):
-            allowed[name] = rounds_left(charged, cost, budget)
-        elif budget is not None:
-            allowed[name] = _scheduled_rounds_left(charged, name, mechanism, budget, rounds)
-    return allowed
+    known = () if ledger is None else ledger.groups()
+    charged = {name: ledger.costs(name) for name in known} if ledger is not None else {}
+    promised = {name: ledger.budget(name) for name in known} if ledger is not None else {}
+    results = []
+    for training in trainings:
+        allowed: dict[str, int] = {}
+        for name in privacy_costs(mechanism_at(training, 0)):
+            budget = budgets[name].lowered(promised.get(name)) if name in budgets else promised.get(name)
+            if budget is not None:
+                allowed[name] = _rounds_within(budget, charged.get(name, ()), training, name, rounds)
+        results.append(allowed)
+        for name, costs in scheduled_costs(training, min(allowed.values(), default=rounds)).items():
+            charged[name] = (*charged.get(name, ()), *costs)
+    return results
 
 
-def _scheduled_rounds_left(
-    charged: Sequence[PrivacyCost], group: str, mechanism: ScheduledMechanism, budget: Budget, rounds: int
+def _rounds_within(
+    budget: Budget, charged: Sequence[PrivacyCost], training: ScheduledMechanism, group: str, rounds: int
 ) -> int:
-    """How many of the first rounds of a function of the round a budget allows."""
+    """How many of the first rounds of a training a budget allows."""
 
     def is_refused(count: int) -> bool:
-        return not within_budget((*charged, *scheduled_costs(mechanism, count)[group]), budget)
+        return not within_budget((*charged, *scheduled_costs(training, count)[group]), budget)
 
     return bisect_left(range(1, rounds + 1), True, key=is_refused)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from fedhdp.errors import require
 from fedhdp.mechanism import Mechanism
@@ -19,6 +20,16 @@ def format_trials(trials: float, shape: float = math.inf) -> str:
     default = f"negative binomial (shape {shape:g})"
     distribution = {math.inf: "Poisson", 1: "geometric", 0: "logarithmic"}.get(shape, default)
     return f"best of {pluralize(trials, 'trial')} on average ({distribution})"
+
+
+class Tuning(NamedTuple):
+    """The random number of private runs of which only the best is shown: its mean, and the shape of its distribution."""
+
+    trials: float
+    shape: float = math.inf
+
+    def __str__(self) -> str:
+        return format_trials(*self)
 
 
 def tuning_reports(

@@ -291,14 +291,14 @@ class RunDirectory:
         if files <= {LOCK_FILE, RUN_FILE, EXPERIMENT_FILE, CLIENTS_FILE, START_MODEL_FILE, START_FILE}:
             shutil.rmtree(self.path)
 
-    def record_clients(self, ids: Iterable[str], groups: Iterable[str]) -> None:
-        """Write each client's group, in the clients' order.
+    def record_clients(self, group_of_client: Mapping[str, str]) -> None:
+        """Write the name of each client's group, by the client's id and in the clients' order.
 
         Raises:
             RunError: If the directory has other clients or groups: those of an earlier process of the run.
         """
         text = io.StringIO(newline="")
-        csv.writer(text, lineterminator="\n").writerows([("client", "group"), *zip(ids, groups, strict=True)])
+        csv.writer(text, lineterminator="\n").writerows([("client", "group"), *group_of_client.items()])
         path, content = self.path / CLIENTS_FILE, text.getvalue().encode()
         if path.exists() and path.read_bytes() != content:
             raise RunError(

@@ -176,7 +176,7 @@ def test_run_without_counts_and_without_a_server_test_set(tmp_path):
 
 def test_run_does_not_resume_with_other_levels(tmp_path):
     with RunDirectory.create(tmp_path / "run", b"") as directory:
-        directory.record_clients(["a", "b, c"], ["open", "strict"])
-        directory.record_clients(["a", "b, c"], ["open", "strict"])
+        directory.record_clients({"a": "open", "b, c": "strict"})
+        directory.record_clients({"a": "open", "b, c": "strict"})
         with raises_field("clients", RunError):
-            directory.record_clients(["a", "b, c"], ["strict", "open"])
+            directory.record_clients({"a": "strict", "b, c": "open"})

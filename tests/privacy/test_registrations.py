@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
-
 import msgspec
 import pytest
 from helpers import raises_field
 
 from fedhdp.errors import LedgerError
 from fedhdp.mechanism import Mechanism, PrivacyGroup
-from fedhdp.privacy._ledger_db import VERSION
 from fedhdp.privacy.accounting import privacy_costs
 from fedhdp.privacy.ledger import BudgetError, Ledger
 
@@ -44,7 +40,7 @@ def test_a_group_grows_and_keeps_its_cost(ledger):
     members = {"anna": "strict", "ben": "strict", "cleo": "open"}
     ledger.begin("two", mechanism_of(strict=2, open=1), members=members)
     ledger.charge("two", privacy_costs(mechanism_of(strict=2, open=1)))
-    assert [len(ledger.clients(name)) for name in ("strict", "open")] == [2, 1]
+    assert [ledger.clients(name) for name in ("strict", "open")] == [2, 1]
     assert [sum(cost.rounds for cost in ledger.costs(name)) for name in ("strict", "open")] == [2, 1]
 
 
@@ -98,24 +94,3 @@ def test_a_budget_promised_before_registration_holds(ledger):
     with pytest.raises(BudgetError) as error:
         ledger.charge("run", privacy_costs(mechanism_of(strict=1)))
     assert error.value.groups == ("strict",)
-
-
-def test_a_file_of_version_1_is_migrated_with_its_charges(tmp_path):
-    path = tmp_path / "ledger"
-    with Ledger(path) as ledger:
-        ledger.begin("run", mechanism_of(strict=3))
-        ledger.charge("run", privacy_costs(mechanism_of(strict=3)))
-        costs = ledger.costs("strict")
-    with contextlib.closing(sqlite3.connect(path)) as database, database:  # as version 1 left it
-        database.execute("DROP TABLE registrations")
-        database.execute("DROP TABLE population")
-        database.execute("PRAGMA user_version = 1")
-    with Ledger(path, read_only=True) as ledger:
-        assert ledger.costs("strict") == costs
-        assert ledger.registrations() == {}
-    with Ledger(path) as ledger:
-        assert ledger.costs("strict") == costs
-        ledger.charge("run", privacy_costs(mechanism_of(strict=3)))
-        assert ledger._db.execute("PRAGMA user_version").fetchone() == (VERSION,)
-        tables = {name for (name,) in ledger._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    assert tables == {"groups", "runs", "charges", "registrations", "population"}

@@ -15,7 +15,8 @@ from fedhdp.mechanism import Mechanism, PrivacyGroup, mechanism_at
 from fedhdp.privacy.accounting import PrivacyCost, compose, composed_costs, epsilon, merge_costs, privacy_costs
 from fedhdp.privacy.budget import Budget, RunBilling
 from fedhdp.privacy.ledger import Ledger
-from fedhdp.privacy.reports import Tuning, account_mechanisms
+from fedhdp.privacy.reports import account_mechanisms
+from fedhdp.privacy.tuning import Tuning
 
 MILD, STRICT = PrivacyGroup("mild", 300, 0.6, 0.1, weight=0.2), PrivacyGroup("strict", 200, 2.0, 0.1, weight=0.2)
 BASE = Mechanism((MILD, STRICT), clip=1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from helpers import raises_field
 
-from fedhdp.data import examples, from_lists, hold_out
+from fedhdp.data import FederatedData, examples, from_lists, hold_out
 from fedhdp.errors import DataError
 
 
@@ -30,6 +30,22 @@ def test_held_out_examples_are_never_trained_on(data):
         assert sorted(parts[0] + parts[1]) == parts[2]
         assert bool(parts[1]) == (data.train.count_K[k] > 1)
         assert parts[0]
+
+
+def test_held_out_examples_belong_to_the_id():
+    """A client's validation examples are the same where other clients with ids come before it."""
+    sizes, ids = [12, 20, 30], np.array(["ann", "bob", "cy"])
+    y_N = np.concatenate([np.arange(size) for size in sizes])
+
+    def held_out(first: int) -> list[list[int]]:
+        rows = slice(sum(sizes[:first]), None)
+        part = examples(np.zeros((len(y_N[rows]), 2)), y_N[rows], sizes[first:])
+        data = FederatedData("ids", part, part, part.x_N[:0], part.y_N[:0], 30, client_ids=ids[first:])
+        validation = hold_out(data, 0.25, seed=3).validation
+        return [rows.tolist() for rows in np.split(validation.y_N, validation.start_K[1:])]
+
+    assert held_out(1) == held_out(0)[1:]
+    assert held_out(2) == held_out(0)[2:]
 
 
 def test_held_out_examples_of_a_client_do_not_depend_on_others(data):

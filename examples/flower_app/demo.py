@@ -112,7 +112,7 @@ def print_line(name: str, line: str, is_run: bool) -> None:
     is_warning = separator and level.strip() in ("WARNING", "ERROR") and not EXPECTED_WARNING.search(text)
     if is_warning:
         print(f"{level.strip().lower()}{'' if is_run else f' of {name}'}: {text.strip()}", flush=True)
-    elif is_run and ("round " in text or "client" in text):
+    elif is_run and text.strip().startswith(("round ", "client ", "waiting ")):
         print(text.strip(), flush=True)
 
 

@@ -97,7 +97,7 @@ def _table(header: list[str], rows: list[list[str]], texts: int) -> Table:
 
 def legend(header: list[str]) -> str:
     """What the columns are."""
-    [server] = [name for name in header if name.endswith("_g") and not name.startswith("Δ")]
+    server = next(name for name in header if name.endswith("_g"))
     parts = [f"{server}: the server's test set", "g and l: clients' own data, with the global and with personal models"]
     if any(name.startswith("c:") for name in header):
         parts.append("c: with the pull that each client chose")

@@ -331,8 +331,9 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def population(self) -> str:
-        """The data and its seed, which together say who the clients are."""
-        return f"{describe_data(self.data)}, seed {self.seed}"
+        """Who the clients are: the data and its seed, or the table that names each client and its level."""
+        about = describe_data(self.data)
+        return about if getattr(self.data, "level", None) else f"{about}, seed {self.seed}"
 
     @property
     def repeatable(self) -> bool:

@@ -107,11 +107,14 @@ def _text(value: object) -> str:
 
 
 def notes(runs: Sequence[RepeatedRun]) -> list[str]:
-    """The footnotes of all runs, and which variants have no results yet."""
-    unfinished = [
-        f"{part.path}: unfinished: {', '.join(part.unfinished)}" for r in runs for part in r.runs if part.unfinished
-    ]
-    return [*dict.fromkeys(footnotes([variant.result for variant in _variants(runs)])), *unfinished]
+    """The footnotes of all runs, and which variants and runs have no results yet."""
+    lines = list(dict.fromkeys(footnotes([variant.result for variant in _variants(runs)])))
+    for part in (part for run in runs for part in run.runs):
+        if part.unfinished:
+            lines.append(f"{part.path}: without results yet: {', '.join(part.unfinished)}")
+        if part.missing:
+            lines.append(f"not finished: {', '.join(map(str, part.missing))}")
+    return lines
 
 
 def describe_seeds(runs: Sequence[RepeatedRun]) -> str:

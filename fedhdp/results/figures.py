@@ -46,7 +46,7 @@ MODELS = {
 }
 LOG_RATIO = 15  # of the largest to the smallest value, from which an axis is logarithmic
 DODGE = 0.006  # of the axis between the bars of two lines at the same value
-BARS_AT_MOST = 12  # points of a line; with more, intervals are bands
+BARS_AT_MOST = 8  # points of a line; with more, intervals are bands
 
 
 def draw(lines: Lines, metric: str, model: str, title: str, path: Path) -> None:
@@ -151,7 +151,7 @@ def _draw_panel(
     if places is not None:
         axis.set_xticks(list(places.values()), [_x_text(value) for value in places])
     elif x == ROUND:
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     elif len(values) <= BARS_AT_MOST:
         axis.set_xticks(values, [f"{value:g}" for value in values])
         axis.set_xticks([], minor=True)

@@ -81,6 +81,7 @@ class StoredRun:
         settings: Its other settings, by dotted key.
         variants: Its variants that have results.
         unfinished: The names of the others.
+        missing: The runs of its folder that have no results, if it is the folder's first.
         identity: Equal in runs that differ in their seeds alone.
 
     Raises:
@@ -89,7 +90,7 @@ class StoredRun:
     """
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.missing = path, list[Path]()
         raw = _read_toml(path / EXPERIMENT_FILE)
         self.experiment = str(raw.get("name", path.name))
         self.seeds = {key: raw[key] for key in SEEDS if key in raw}
@@ -177,13 +178,12 @@ def _read_directory(directory: Path) -> list[tuple[str, StoredRun]]:
     if not (directory / RUNS_FILE).exists():
         message = f"{directory} has no run: it has neither {EXPERIMENT_FILE} nor {RUNS_FILE}"
         raise RunError(message, "DIR", str(directory))
-    runs = []
-    for entry in read_value(directory / RUNS_FILE, RunsInfo).runs:
-        path = directory / entry.path
-        if (path / SUMMARY_FILE).exists():
-            runs.append((str(path.parent if path.name.startswith("seed-") else path), StoredRun(path)))
-    if not runs:
+    paths = [directory / entry.path for entry in read_value(directory / RUNS_FILE, RunsInfo).runs]
+    finished = [path for path in paths if (path / SUMMARY_FILE).exists()]
+    if not finished:
         raise _without_results(directory)
+    runs = [(str(path.parent if path.name.startswith("seed-") else path), StoredRun(path)) for path in finished]
+    runs[0][1].missing = [path for path in paths if path not in finished]
     return runs
 
 

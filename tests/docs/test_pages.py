@@ -23,7 +23,7 @@ from fedhdp.algorithms import ALGORITHMS
 from fedhdp.client import LocalTraining
 from fedhdp.experiments.components import DataConfig, ModelConfig
 from fedhdp.experiments.config import Experiment, Variant
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.mechanism import AdaptiveClip, LayerClip, Mechanism, PrivacyGroup
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 from fedhdp.privacy.ledger import Budget, Ledger
 from fedhdp.results import store
@@ -119,7 +119,10 @@ def check_tutorial(program: dict[str, Any], out: str) -> None:
 
 
 def check_compare(program: dict[str, Any], out: str) -> None:
-    assert len(re.findall(r"\d ±\d", out)) >= 3 * 7  # three algorithms; the server and two models of three groups
+    first, *others = program["tables"]
+    table = program["format_table"](first, other_seeds=others)
+    assert len(re.findall(r"\d ±\d", table)) >= 3 * 7  # three algorithms; the server and two models of three groups
+    assert {"plot.png", "private.svg", "runs"} <= {path.name for path in Path.cwd().iterdir()}
     assert [value for _, value in program["curve"] if not 0 <= value <= 1] == []
     assert len(program["runs"]) == 6
 
@@ -173,7 +176,8 @@ def names_in(page: Path) -> set[str]:
 
 
 def test_experiment_keys_are_documented():
-    structs = [Experiment, MechanismConfig, GroupConfig, AdaptiveClip, Variant, Budget, LocalTraining, ServerOptimizer]
+    clips = [AdaptiveClip, LayerClip]
+    structs = [Experiment, MechanismConfig, GroupConfig, *clips, Variant, Budget, LocalTraining, ServerOptimizer]
     page = DOCS / "reference" / "configuration.md"
     assert keys_of(*structs, *get_args(DataConfig), *get_args(ModelConfig)) - names_in(page) == set()
     assert [name for name in ALGORITHMS if f'`"{name}"`' not in page.read_text(encoding="utf-8")] == []
@@ -193,7 +197,7 @@ def test_files_of_a_run_are_documented():
     assert [file for file in files if file not in page] == []
 
 
-@pytest.mark.parametrize("promise", [Mechanism, PrivacyGroup, AdaptiveClip])
+@pytest.mark.parametrize("promise", [Mechanism, PrivacyGroup, AdaptiveClip, LayerClip])
 def test_every_term_of_the_promise_is_in_the_glossary(promise):
     names = {name for name in vars(promise) if not name.startswith("_")}
     assert names - names_in(DOCS / "glossary.md") == set()

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from experiment_helpers import command, keep_going
+from msgspec.structs import replace
 
-from fedhdp.errors import ConfigError
+from fedhdp.errors import ConfigError, LedgerError
 from fedhdp.experiments import from_toml, resume, run, to_toml
+from fedhdp.privacy.ledger import Ledger
 
 RNG = np.random.default_rng(0)
 LEVELS = {"A": "open", "B": "strict", "C": "strict", "D": "open"}
@@ -74,6 +76,19 @@ def test_file_runs(folder, monkeypatch, name):
 
 
 @pytest.mark.slow
+def test_ledger_knows_the_clients_of_a_table_whatever_the_seed(folder):
+    experiment = replace(from_toml(EXPERIMENT, "table"), ledger="clinics.ledger")
+    for seed in (0, 1):
+        run(replace(experiment, seed=seed), folder / f"run-{seed}", keep_going)
+    with Ledger(folder / "clinics.ledger", read_only=True) as ledger:
+        assert sum(cost.rounds for cost in ledger.costs("strict")) == 2
+    (folder / "others.csv").write_bytes((folder / "patients.csv").read_bytes())
+    other = replace(experiment, data=replace(experiment.data, path="others.csv"))
+    with pytest.raises(LedgerError):
+        run(other, folder / "other", keep_going)
+
+
+@pytest.mark.slow
 def test_changed_file_is_refused(folder):
     experiment = from_toml(EXPERIMENT, "table")
     run(experiment, folder / "run", keep_going)
@@ -119,7 +134,7 @@ def test_test_examples_in_another_file(folder):
             "data.test must be at least 0 and below 1, or a path, got 1.5",
         ),
         ("table", 'standardize = "public"', 'test = "none.csv"', "none.csv cannot be read"),
-        ("table", 'standardize = "public"', "classes = 0", "data.classes"),
+        ("table", 'standardize = "public"', "classes = 0", "classes must be a number of at least 1"),
         ("table", 'standardize = "public"', 'features = ["hight"]', "got 'hight'"),
         ("table", "epsilon = inf", "epsilon = 3.0", "standardize = 'public' needs levels, and a level that opted out"),
         ("arrays", '"patients.npz"', '"patients.csv"', "cannot be read as npz"),

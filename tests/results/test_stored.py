@@ -10,8 +10,8 @@ from helpers import raises_field
 from run_files import weight_variants, write_run, write_settings
 
 from fedhdp.errors import RunError
-from fedhdp.results import DamagedRunError, comparison
-from fedhdp.results.stored import differing_settings, flatten, read_runs
+from fedhdp.results import DamagedRunError, comparison, write_value
+from fedhdp.results.stored import RunEntry, RunsInfo, differing_settings, flatten, read_runs
 
 
 def test_seeds_are_repetitions(tmp_path):
@@ -65,7 +65,16 @@ def test_unfinished_run_shows_what_it_has(tmp_path):
     (path / "dp-fedavg" / "result.json").unlink()
     runs = read_runs([path])
     assert len(runs[0].variants()) == 3
-    assert "unfinished: DP-FedAvg" in comparison.notes(runs)[-1]
+    assert "without results yet: DP-FedAvg" in comparison.notes(runs)[-1]
+
+
+def test_missing_seeds_of_a_folder_are_named(tmp_path):
+    write_run(tmp_path / "seed-0")
+    entries = [RunEntry(f"seed-{seed}", seed) for seed in range(3)]
+    write_value(tmp_path / "runs.json", RunsInfo("", entries))
+    runs = read_runs([tmp_path])
+    assert len(runs[0].runs) == 1
+    assert comparison.notes(runs)[-1].endswith(f"{tmp_path / 'seed-1'}, {tmp_path / 'seed-2'}")
 
 
 def test_directory_without_results_is_refused(tmp_path):

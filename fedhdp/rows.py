@@ -250,6 +250,10 @@ def class_targets(
     """
     parts = [as_array(label, "y") for label in labels]
     names = None if classes is None or isinstance(classes, int) else tuple(map(str, classes))
+    is_valid = classes is None or (
+        classes >= 1 if isinstance(classes, int) else len(set(names or ())) == len(classes) > 0
+    )
+    require(is_valid, "classes", classes, "a number of at least 1, or names that differ")
     if any(part.dtype.kind in "OUS" for part in parts):
         for part in parts:
             refuse_missing(part, "y")
@@ -299,9 +303,13 @@ def as_array(values: Any, field: str) -> np.ndarray:
         DataError: If they do not form one.
     """
     try:
-        return np.asanyarray(values)
+        array = np.asanyarray(values)
     except (ValueError, TypeError) as error:
         raise DataError(f"{field} must be an array, got {type(values).__name__}: {error}", field) from error
+    if np.ma.is_masked(array):
+        count = int(np.ma.count_masked(array))
+        raise DataError(f"{field} must have no masked values, got {count}", field, count)
+    return array
 
 
 def is_missing(value: object) -> bool:

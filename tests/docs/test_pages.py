@@ -23,7 +23,7 @@ from fedhdp.algorithms import ALGORITHMS
 from fedhdp.client import LocalTraining
 from fedhdp.experiments.components import DataConfig, ModelConfig
 from fedhdp.experiments.config import Experiment, Variant
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.mechanism import AdaptiveClip, LayerClip, Mechanism, PrivacyGroup
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 from fedhdp.privacy.ledger import Budget, Ledger
 from fedhdp.results import store
@@ -176,7 +176,8 @@ def names_in(page: Path) -> set[str]:
 
 
 def test_experiment_keys_are_documented():
-    structs = [Experiment, MechanismConfig, GroupConfig, AdaptiveClip, Variant, Budget, LocalTraining, ServerOptimizer]
+    clips = [AdaptiveClip, LayerClip]
+    structs = [Experiment, MechanismConfig, GroupConfig, *clips, Variant, Budget, LocalTraining, ServerOptimizer]
     page = DOCS / "reference" / "configuration.md"
     assert keys_of(*structs, *get_args(DataConfig), *get_args(ModelConfig)) - names_in(page) == set()
     assert [name for name in ALGORITHMS if f'`"{name}"`' not in page.read_text(encoding="utf-8")] == []
@@ -196,7 +197,7 @@ def test_files_of_a_run_are_documented():
     assert [file for file in files if file not in page] == []
 
 
-@pytest.mark.parametrize("promise", [Mechanism, PrivacyGroup, AdaptiveClip])
+@pytest.mark.parametrize("promise", [Mechanism, PrivacyGroup, AdaptiveClip, LayerClip])
 def test_every_term_of_the_promise_is_in_the_glossary(promise):
     names = {name for name in vars(promise) if not name.startswith("_")}
     assert names - names_in(DOCS / "glossary.md") == set()

@@ -91,6 +91,9 @@ def test_toml_round_trip(changes):
         ({"server.momentum": 0.9}, "server.momentum"),
         ({"rounds.first": 3}, "rounds.first"),
         ({"clip": 1.0}, "clip"),
+        ({"metrics": ""}, "metrics"),
+        ({"metrics": "auc,auc"}, "metrics"),
+        ({"metrics": "auc_variance"}, "metrics"),
         ({"enroll-timeout-seconds": 0.0}, "enroll_timeout_seconds"),
     ],
 )

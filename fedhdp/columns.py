@@ -145,6 +145,8 @@ def table_arrays(
     level_N = column(columns, level, "level") if isinstance(level, str) else level
     if features is None:
         features = [name for name in columns if name not in (client, label, level)]
+    for name in {client, label}.intersection(features):
+        raise DataError(f"features must not have the column of clients or of labels, got {name!r}", "features", name)
     if not features:
         raise DataError("features must be one column or more beside client, label and level, got none", "features", [])
     source, preparation = None, ""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -259,14 +259,14 @@ def measure_one(metric: Metric, outputs: Any, labels: Any) -> float:
     raise ModelError(f"metrics: {metric.name} must return one number, got {kind}", "metrics", metric.name)
 
 
-def replace_metrics(metrics: Sequence[Any], names: Sequence[str]) -> tuple[Any, ...]:
+def replace_metrics(metrics: tuple[Any, ...], names: Sequence[str]) -> tuple[Any, ...]:
     """Metrics by these names: a model's own functions where it has such, else the built-in ones.
 
     Args:
         metrics: The model's metrics.
         names: The names to take; none: the model's metrics as they are.
     """
-    by_name: Mapping[str, Any] = {
-        getattr(metric, "name", getattr(metric, "__name__", metric)): metric for metric in metrics
-    }
-    return tuple(by_name.get(name, name) for name in names) or tuple(metrics)
+    if not names:
+        return metrics
+    by_name = {getattr(metric, "name", getattr(metric, "__name__", metric)): metric for metric in metrics}
+    return tuple(by_name.get(name, name) for name in names)

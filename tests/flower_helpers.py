@@ -272,6 +272,11 @@ def run_plain(grid: InProcessGrid, deployment: Deployment) -> Summary:
     return run_deployment(grid, deployment, PLAIN_MODEL)
 
 
+def with_records(reply: Message, **records: object) -> Message:
+    """The reply with these records in addition or instead."""
+    return Message(content=RecordDict({**reply.content, **records}), metadata=reply.metadata)
+
+
 def is_train(message: Message) -> bool:
     """Whether a message requests training."""
     return message.metadata.message_type == "train"

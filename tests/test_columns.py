@@ -136,6 +136,8 @@ def test_missing_values_are_filled_by_given_ones():
         (TABLE, {"level": "privat"}, "level", "privat"),
         (TABLE, {"features": ["height"], "categories": {}}, "features", "height"),
         (TABLE, {"features": []}, "features", []),
+        (TABLE, {"features": ["age", "sick"], "categories": {}}, "features", "sick"),
+        (TABLE, {"classes": ["no", "no"]}, "classes", ["no", "no"]),
         (TABLE, {"categories": {}}, "sex", TABLE["sex"][0]),
         (TABLE, {"categories": {"sx": ["f", "m"]}}, "categories", "sx"),
         (TABLE, {"categories": {"sex": ["f"]}}, "sex", "m"),

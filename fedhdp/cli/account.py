@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -160,7 +161,7 @@ def _account_experiment(experiment: Experiment, tuning: Tuning | None, json: boo
     targets = [experiment.epsilon_targets(variant) for variant in experiment.variants]
     accountant = experiment.run_accountant
     reports = account_mechanisms(variants, experiment.rounds, experiment.delta_of, accountant, targets, tuning)
-    allowed = _rounds_allowed(experiment, variants)
+    allowed = _rounds_allowed(experiment, mechanisms)
     drops_groups = experiment.on_budget_exhausted == "drop_group" and bool(experiment.budgets)
     if json:
         trials = None if tuning is None else str(tuning)
@@ -176,25 +177,29 @@ def _account_experiment(experiment: Experiment, tuning: Tuning | None, json: boo
         for group, number in rounds.items():
             if number < experiment.rounds:
                 text = f"{variant}: the budget of {group} allows {number} of {experiment.rounds} rounds"
-                console().print(f"{text}, after what {experiment.ledger} has charged.", style="yellow")
+                console().print(f"{text}, after what the ledger and earlier variants charge.", style="yellow")
     if experiment.repeatable:
         console().print(REPEATABLE, style="yellow")
 
 
-def _rounds_allowed(
-    experiment: Experiment, variants: list[tuple[str, ScheduledMechanism]]
-) -> dict[str, dict[str, float]]:
-    """For each variant, how many rounds the budgets allow if it runs next, by group."""
+def _rounds_allowed(experiment: Experiment, mechanisms: list[ScheduledMechanism]) -> dict[str, dict[str, int]]:
+    """For each training, by the name of its first variant: how many rounds the budgets allow, by group."""
     from fedhdp.privacy.ledger import Ledger
     from fedhdp.privacy.reports import rounds_allowed
 
-    if experiment.ledger is None:
+    if experiment.ledger is None or experiment.repeatable:
         return {}
-    limits = experiment.budgets, experiment.rounds
-    if not Path(experiment.ledger).exists():
-        return {name: rounds_allowed(None, mechanism, *limits) for name, mechanism in variants}
-    with Ledger(experiment.ledger, read_only=True) as ledger:
-        return {name: rounds_allowed(ledger, mechanism, *limits) for name, mechanism in variants}
+    first_of: dict[tuple[object, ...], int] = {}  # variants that differ in pulls alone are charged once
+    for number, mechanism in enumerate(mechanisms):
+        training = (getattr(mechanism, "without_pulls", mechanism), *experiment.overrides(number))
+        first_of.setdefault(training, number)
+    names = [experiment.variants[number].name for number in first_of.values()]
+    trainings = [mechanisms[number] for number in first_of.values()]
+    with contextlib.ExitStack() as stack:
+        exists = Path(experiment.ledger).exists()
+        ledger = stack.enter_context(Ledger(experiment.ledger, read_only=True)) if exists else None
+        allowed = rounds_allowed(ledger, trainings, experiment.budgets, experiment.rounds)
+    return dict(zip(names, allowed, strict=True))
 
 
 def _account_app(deployment: Deployment, json: bool) -> None:

@@ -21,7 +21,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from logging import WARNING
+from logging import INFO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -285,7 +285,7 @@ def select_metrics(score: float | Mapping[str, float], metrics: Sequence[str]) -
     """Those of a score function's metrics that are requested; a single number is the first of them."""
     named = score if isinstance(score, Mapping) else {metrics[0]: score}
     if missing := [metric for metric in metrics if metric not in named]:
-        log(WARNING, "metrics of the deployment that are not measured here: %s", ", ".join(missing))
+        log(INFO, "metrics of the deployment that are not measured here: %s", ", ".join(missing))
     return {metric: float(named[metric]) for metric in metrics if metric in named}
 
 

@@ -243,38 +243,41 @@ def group_standing(ledger: Ledger, group: str, delta: float, budget: Budget | No
 
 
 def rounds_allowed(
-    ledger: Ledger | None, mechanism: ScheduledMechanism, budgets: Mapping[str, Budget], rounds: int
-) -> dict[str, float]:
-    """How many rounds of a mechanism each group's budget allows, after what a ledger has charged.
+    ledger: Ledger | None, trainings: Sequence[ScheduledMechanism], budgets: Mapping[str, Budget], rounds: int
+) -> list[dict[str, int]]:
+    """How many rounds of trainings, one after the other, the budgets allow after what a ledger has charged.
 
     Args:
         ledger: The ledger; None: nothing is charged or promised yet.
-        mechanism: The mechanism, or a function of the round.
+        trainings: The mechanism of each training, or its function of the round.
         budgets: Budgets by group, which lower those of the ledger.
-        rounds: How many rounds a function is followed, at most.
+        rounds: The rounds of each training. It ends where the first budget does.
 
     Returns:
-        Numbers of rounds by group, for the groups that have a budget.
+        For each training, numbers of rounds by group, for the groups that have a budget.
     """
-    allowed: dict[str, float] = {}
-    for name, cost in privacy_costs(mechanism_at(mechanism, 0)).items():
-        is_known = ledger is not None and name in ledger.groups()
-        charged = ledger.costs(name) if ledger is not None and is_known else ()
-        promised = ledger.budget(name) if ledger is not None and is_known else None
-        budget = budgets[name].lowered(promised) if name in budgets else promised
-        if budget is not None and isinstance(mechanism, Mechanism):
-            allowed[name] = rounds_left(charged, cost, budget)
-        elif budget is not None:
-            allowed[name] = _scheduled_rounds_left(charged, name, mechanism, budget, rounds)
-    return allowed
+    known = () if ledger is None else ledger.groups()
+    charged = {name: ledger.costs(name) for name in known} if ledger is not None else {}
+    promised = {name: ledger.budget(name) for name in known} if ledger is not None else {}
+    results = []
+    for training in trainings:
+        allowed: dict[str, int] = {}
+        for name in privacy_costs(mechanism_at(training, 0)):
+            budget = budgets[name].lowered(promised.get(name)) if name in budgets else promised.get(name)
+            if budget is not None:
+                allowed[name] = _rounds_within(budget, charged.get(name, ()), training, name, rounds)
+        results.append(allowed)
+        for name, costs in scheduled_costs(training, min(allowed.values(), default=rounds)).items():
+            charged[name] = (*charged.get(name, ()), *costs)
+    return results
 
 
-def _scheduled_rounds_left(
-    charged: Sequence[PrivacyCost], group: str, mechanism: ScheduledMechanism, budget: Budget, rounds: int
+def _rounds_within(
+    budget: Budget, charged: Sequence[PrivacyCost], training: ScheduledMechanism, group: str, rounds: int
 ) -> int:
-    """How many of the first rounds of a function of the round a budget allows."""
+    """How many of the first rounds of a training a budget allows."""
 
     def is_refused(count: int) -> bool:
-        return not within_budget((*charged, *scheduled_costs(mechanism, count)[group]), budget)
+        return not within_budget((*charged, *scheduled_costs(training, count)[group]), budget)
 
     return bisect_left(range(1, rounds + 1), True, key=is_refused)

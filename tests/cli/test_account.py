@@ -155,7 +155,8 @@ def test_asked_and_had(run_cli, run_json, tmp_path):
     assert 0.98 * 3 <= fedhdp["groups"][2]["epsilon"] <= 3
     assert "'strict'" in hdp_fedavg["groups"][1]["surplus"]
     assert fedhdp["groups"][1]["surplus"] is None
-    assert 0 < document["rounds_allowed"]["FedHDP"]["strict"] < 20
+    assert 0 < document["rounds_allowed"]["HDP-FedAvg"]["strict"] < 20
+    assert document["rounds_allowed"]["FedHDP"] == {"strict": 0}  # the first variant has used the budget
     text = words(run_cli("account", path).stdout)
     for part in ("ε asked", "RDP accountant", "'strict' requires covers it", "the theory's: open 1", "of 20 rounds"):
         assert part in text

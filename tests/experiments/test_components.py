@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from experiment_helpers import assert_same_run, command, keep_going, tiny
+from helpers import raises_field
 from msgspec.structs import replace
 
-from fedhdp.errors import ConfigError, FedHDPError, LedgerError
+from fedhdp.errors import ConfigError, DataError, FedHDPError, LedgerError, ModelError
 from fedhdp.experiments import EXPERIMENTS, Experiment, Interrupted, Progress, find, from_toml, resume, run, to_toml
 from fedhdp.experiments.components import PythonData, PythonModel
 from fedhdp.privacy.ledger import Ledger
@@ -68,6 +69,37 @@ def test_data_and_model_of_the_file_are_trained(coins, tmp_path):
     ones = replace(rewrite(coins, "jnp.zeros((3, 2))", "jnp.ones((3, 2))"), rounds=1, evaluate_every=1)
     run(ones, tmp_path / "ones", keep_going)
     assert read_arrays(tmp_path / "ones/fedhdp/model.npz")["global/"].mean() > 0.5
+
+
+@pytest.mark.slow
+def test_metrics_of_the_file_are_measured(coins, tmp_path):
+    function = "lambda outputs, labels: float((labels == 1).mean())"
+    model = f"x @ w, metrics=('accuracy', Metric('ones', {function}, higher_is_better=False)))"
+    code = rewrite(coins, "x @ w)", model)
+    Path(coins.data.file).write_text("from fedhdp import Metric\n" + Path(coins.data.file).read_text())
+    (_, result) = run(replace(code, rounds=1, metrics=("ones", "f1")), tmp_path / "run", keep_going).variants
+    assert [(metric.name, metric.higher_is_better) for metric in result.metrics] == [("ones", False), ("f1", True)]
+    assert {name for name in result.values if name.startswith("global/")} == {"global/ones", "global/f1"}
+    assert set(read_arrays(tmp_path / "run/fedhdp/scores.npz")) == {
+        f"{model}/{name}" for model in ("global", "personal") for name in ("ones", "f1")
+    }
+
+
+@pytest.mark.parametrize(
+    ("metrics", "value"),
+    [
+        ("metrics=('ones',)", "ones"),
+        ("metrics=(lambda outputs, labels: 0.0,)", "<lambda>"),
+        ("metrics=(np.outer,)", "outer"),
+        ("metrics='accuracy'", "accuracy"),
+        ("metrics=('mean_squared_error',)", "mean_squared_error"),
+    ],
+)
+def test_wrong_metrics_of_the_file_are_refused_before_training(coins, tmp_path, metrics, value):
+    with raises_field("metrics", (ModelError, DataError)) as caught:
+        run(rewrite(coins, "x @ w)", f"x @ w, {metrics})"), tmp_path / "run", keep_going)
+    assert caught.value.value == value
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -109,6 +109,9 @@ def test_toml_round_trip(changes):
         ({"clip": 1.0}, "clip"),
         ({"clip.layers.first": 1.0}, "clip.initial"),
         ({"clip.quantil": 1.0}, "clip.quantil"),
+        ({"metrics": ""}, "metrics"),
+        ({"metrics": "auc,auc"}, "metrics"),
+        ({"metrics": "auc_variance"}, "metrics"),
         ({"enroll-timeout-seconds": 0.0}, "enroll_timeout_seconds"),
     ],
 )

@@ -34,6 +34,7 @@ from flower_helpers import (
     saved_values,
     set_flower_internals,
     strict_node,
+    with_records,
 )
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from helpers import raises_field
@@ -42,10 +43,6 @@ from fedhdp.flower import Trainer, client_app
 from fedhdp.flower.protocol import LevelOffer, decline_message, flatten, parse_request, unflatten
 from fedhdp.mechanism import SERVER
 from fedhdp.privacy.calibration import PrivacyLevel
-
-
-def with_records(reply: Message, **records) -> Message:
-    return Message(content=RecordDict({**reply.content, **records}), metadata=reply.metadata)
 
 
 def only_records(reply: Message, *names: str) -> Message:

@@ -26,6 +26,8 @@ from fedhdp.rows import (
     class_targets,
     client_generator,
     input_array,
+    invalid_rows,
+    invalid_value,
     level_counts,
     order_by_client,
     partition_rows,
@@ -142,6 +144,7 @@ class FederatedData(NamedTuple):
             server_part = (other_x[-1], other_y[-1])
         ids, levels = rows.client_ids, rows.levels
         data = cls(name, train, test_part, *server_part, classes, None, ids, levels, input_scale, class_names)
+        check_values(data)
         return data._replace(server_has_client_data=not server_rows and len(server_part[1]) > 0)
 
     @classmethod
@@ -294,6 +297,26 @@ class FederatedData(NamedTuple):
                 message = f"group {name!r} has no client: levels of the data are {', '.join(np.unique(levels))}"
                 raise DataError(message, "groups", name)
         return index_K
+
+
+def check_values(data: FederatedData) -> None:
+    """Refuse values that no model can take: NaN, infinity, and numbers beyond 32 bits. Streamed examples are not read.
+
+    Raises:
+        DataError: If there is one among inputs or targets; it names the client by its id.
+    """
+    server = Examples(data.server_x_N, data.server_y_N, np.zeros(1, int), np.array([len(data.server_y_N)]))
+    parts = {"training": data.train, "test": data.test, "validation": data.validation, "server's test": server}
+    for name, part in [(name, part) for name, part in parts.items() if isinstance(part, Examples)]:
+        for field, values_N in (("inputs", part.x_N), ("targets", part.y_N)):
+            for row in invalid_rows(values_N, scaled=field == "inputs" and data.input_scale is not None):
+                owners = np.flatnonzero((part.start_K <= row) & (row < part.start_K + part.count_K))
+                if len(owners):  # arrays may have rows that no client has
+                    owner = "the server" if part is server else f"client {str(data.ids[owners[0]])!r}"
+                    example = f"{name} example {row - part.start_K[owners[0]]}"
+                    value = invalid_value(values_N[row])
+                    message = f"{field} of {owner} must be finite and of at most 32 bits, got {value} in {example}"
+                    raise DataError(message, field, value)
 
 
 def hold_out(data: FederatedData, share: float, seed: int) -> FederatedData:

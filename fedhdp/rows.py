@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from fedhdp.errors import DataError, require
 
+BLOCK_BYTES, MAX_FLOAT = 2**26, float(np.finfo(np.float32).max)
 VALIDATION, TEST = 1, 3  # the streams of what is held out; stream 2 draws levels
 
 
@@ -338,3 +339,30 @@ def refuse_missing(values_N: np.ndarray, field: str) -> None:
     for row, value in enumerate(values_N.tolist()):
         if is_missing(value):
             raise DataError(f"{field} is missing in row {row + 1}", field, value)
+
+
+def invalid_rows(values_N: np.ndarray, scaled: bool) -> Iterator[int]:
+    """The rows with NaN, infinity or a number that 32 bits cannot hold; arrays may be memory-mapped, and are read in blocks.
+
+    Args:
+        values_N: Inputs or targets.
+        scaled: Whether integers become floats.
+    """
+    is_safe = np.can_cast(values_N.dtype, np.int32) or (values_N.dtype.kind in "iu" and scaled)
+    block = max(1, BLOCK_BYTES // max(1, values_N[:1].nbytes))
+    for first in range(0, 0 if is_safe or values_N.dtype.kind not in "fiu" else len(values_N), block):
+        valid_N = _is_valid(np.asarray(values_N[first : first + block]))
+        yield from (first + np.flatnonzero(~valid_N.reshape(len(valid_N), -1).all(axis=1))).tolist()
+
+
+def invalid_value(values: np.ndarray) -> float:
+    """The first value of a row that ``invalid_rows`` found."""
+    row = np.atleast_1d(np.asarray(values)).ravel()
+    value: float = row[~_is_valid(row)][0].item()
+    return value
+
+
+def _is_valid(values: np.ndarray) -> np.ndarray:
+    if values.dtype.kind in "iu":
+        return (values >= -(2**31)) & (values < 2**31)
+    return np.isfinite(values) if values.dtype.itemsize <= 4 else np.abs(values) <= MAX_FLOAT

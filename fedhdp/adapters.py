@@ -61,7 +61,7 @@ def from_flax(module: Any, example: Any, **loss_and_metrics: Any) -> Model:
 
 
 def from_nnx(module: Any, **loss_and_metrics: Any) -> Model:
-    """A model from a module of Flax nnx.
+    """A model from a module of Flax nnx, whose ``train`` and ``eval`` are called.
 
     Args:
         module: A function or class that takes ``rngs`` and makes the module, or a module, with whose parameters every run
@@ -89,7 +89,7 @@ def from_nnx(module: Any, **loss_and_metrics: Any) -> Model:
     parts: Any = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
     evaluation, like, streams, state = parts
     abstract.train()
-    training = nnx.graphdef(abstract)
+    training, mode = nnx.graphdef(abstract), _mode(type(abstract).__call__)
     _refuse_state(name, {type(variable).__name__ for _, variable in nnx.to_flat_state(state)})
 
     def apply(parameters: Parameters, x_N: Array, key: Array | None) -> Array:
@@ -98,7 +98,7 @@ def from_nnx(module: Any, **loss_and_metrics: Any) -> Model:
         key_0 = jax.random.key(0) if key is None else key
         seeded = [_seed(leaf, key_0, number) for number, leaf in enumerate(jax.tree.leaves(streams))]
         rngs = jax.tree.unflatten(jax.tree.structure(streams), seeded)
-        return nnx.merge(evaluation if key is None else training, theta, rngs)(x_N)
+        return nnx.merge(evaluation if key is None else training, theta, rngs)(x_N, **mode(key is not None))
 
     return _checked(name, Model(init, apply, **loss_and_metrics))
 

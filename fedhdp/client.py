@@ -29,6 +29,7 @@ from fedhdp.mechanism import Mechanism
 from fedhdp.models import Array, Parameters
 from fedhdp.optimizers import OptimizerConfig, as_optimizer, as_schedule, value_at
 
+LEARNING_RATE = 0.5  # of plain SGD, where none is given
 UNROLLED = 4  # the largest number of batches in an epoch that are compiled one by one
 
 
@@ -41,7 +42,7 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         epochs: Epochs in each round.
         batch_size: Examples in a batch.
-        learning_rate: The rate of gradient descent on the global model; 0.5 by default. None with an optimizer.
+        learning_rate: The rate of gradient descent on the global model; by default 0.5. None with an optimizer.
         personal_learning_rate: The rate of the personal model; by default that of the global model. With an
             OptimizerConfig it may be a schedule.
         decay: Both rates are multiplied by it every ``decay_every`` rounds.
@@ -86,13 +87,12 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         optimizer = as_optimizer(self.optimizer)
         msgspec.structs.force_setattr(self, "optimizer", optimizer)
         rate, personal = self.learning_rate, as_schedule(self.personal_learning_rate, "personal_learning_rate")
-        if optimizer is None:
-            rate = 0.5 if rate is None else rate
-            require(0 < rate < math.inf, "learning_rate", rate, "finite and above 0")
-        else:
+        if optimizer is not None:
             rule = "left out where the optimizer has a learning rate"
             require(rate is None, "learning_rate", rate, rule)
             require(self.decay == 1, "decay", self.decay, rule)
+        elif rate is not None:
+            require(0 < rate < math.inf, "learning_rate", rate, "finite and above 0")
         if isinstance(optimizer, OptimizerConfig):
             decay = optimizer.get("weight_decay", 0.0)
             require(isinstance(decay, int | float), "optimizer.weight_decay", decay, "a number in local training")
@@ -101,7 +101,6 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if personal is not None and (optimizer is None or not callable(getattr(personal, "function", personal))):
             valid = isinstance(personal, int | float) and 0 < personal < math.inf
             require(valid, "personal_learning_rate", personal, "finite and above 0")
-        msgspec.structs.force_setattr(self, "learning_rate", rate)
         msgspec.structs.force_setattr(self, "personal_learning_rate", personal)
 
     def check(self, mechanism: Mechanism) -> None:
@@ -126,7 +125,7 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The rates of plain SGD before any decay; None for schedules and other optimizers."""
         if not self.is_plain_sgd:
             return None
-        rate = self.learning_rate if self.optimizer is None else self.optimizer["learning_rate"]
+        rate = self.optimizer["learning_rate"] if self.optimizer else self.learning_rate or LEARNING_RATE
         personal = self.personal_learning_rate or rate
         if isinstance(rate, int | float) and isinstance(personal, int | float):
             return rate, personal
@@ -137,9 +136,9 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         They are 1 where the optimizer is an optax transformation, which has its own.
         """
-        if self.learning_rate is not None:
-            factor = self.decay ** (round // self.decay_every)
-            return self.learning_rate * factor, (self.personal_learning_rate or self.learning_rate) * factor
+        if self.optimizer is None:
+            rate, factor = self.learning_rate or LEARNING_RATE, self.decay ** (round // self.decay_every)
+            return rate * factor, (self.personal_learning_rate or rate) * factor
         if not isinstance(self.optimizer, OptimizerConfig):
             return 1.0, 1.0
         rate, personal = self.optimizer.rate(round), self.personal_learning_rate

@@ -29,7 +29,7 @@ _NOT_USABLE = ("lbfgs", "noisy_sgd", "optimistic_adam")  # needs the loss, needs
 class FrozenTable(dict[str, Any]):
     """A table that cannot be changed and can be hashed; tables and lists in it are frozen too."""
 
-    def __init__(self, **items: Any):
+    def __init__(self, /, **items: Any):
         super().__init__({key: _freeze(key, value) for key, value in items.items() if value is not None})
 
     def __hash__(self) -> int:  # type: ignore[override]
@@ -55,7 +55,7 @@ class ScheduleConfig(FrozenTable):
         InvalidValueError: If there is no such schedule, or an argument is unknown, missing or out of range.
     """
 
-    def __init__(self, schedule: str, **arguments: Any):
+    def __init__(self, /, schedule: str, **arguments: Any):
         super().__init__(schedule=schedule, **arguments)
         _check_arguments("schedule", schedule, _schedules(), self)
         for field, value in self.items():
@@ -81,7 +81,7 @@ class OptimizerConfig(FrozenTable):
         InvalidValueError: If there is no such optimizer, or an argument is unknown, missing or out of range.
     """
 
-    def __init__(self, name: str, **arguments: Any):
+    def __init__(self, /, name: str, **arguments: Any):
         super().__init__(name=name, **arguments)
         _check_arguments("name", name, _optimizers(), self)
         require("learning_rate" in self, "learning_rate", None, f"given, as optax.{name} needs it")

@@ -111,6 +111,7 @@ assert not xla_bridge._backends
         ("learning_rate", {"name": "adam", "learning_rate": "fast"}),
         ("learning_rate", {"name": "adam", "learning_rate": [0.1]}),
         ("learning_rate", {"name": "adam", "learning_rate": {"value": 0.1}}),
+        ("self", {"name": "adam", "learning_rate": 0.1, "self": 0.5}),
         ("beta1", {"name": "adam", "learning_rate": 0.1, "beta1": 0.5}),
         ("b1", {"name": "adam", "learning_rate": 0.1, "b1": 1.0}),
         ("eps", {"name": "adam", "learning_rate": 0.1, "eps": -1e-8}),

@@ -11,12 +11,14 @@ Axis letters: K clients, C clients of a cohort, N examples, M examples of one cl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedhdp.columns import Standardize, huggingface_columns, table_arrays, torch_arrays
 from fedhdp.errors import DataError, require
+from fedhdp.examples import Examples, ExampleSource, examples
+from fedhdp.examples import from_lists as from_lists
 from fedhdp.rows import (
     NUMBER,
     VALIDATION,
@@ -24,93 +26,13 @@ from fedhdp.rows import (
     class_targets,
     client_generator,
     input_array,
+    invalid_rows,
+    invalid_value,
     level_counts,
     order_by_client,
     partition_rows,
     share_or_arrays,
 )
-
-
-class ExampleSource(Protocol):
-    """The clients' training examples: arrays, files, or generated when they are needed."""
-
-    @property
-    def count_K(self) -> np.ndarray:
-        """How many examples each client has."""
-
-    @property
-    def uniform_size(self) -> bool:
-        """Whether all clients have the same number of examples."""
-
-    def take(self, clients_C: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-        """The inputs and targets of these clients, each padded to the same capacity."""
-
-
-class Examples(NamedTuple):
-    """Inputs and targets of many clients; client k has the ``count_K[k]`` examples from ``start_K[k]`` on."""
-
-    x_N: np.ndarray
-    y_N: np.ndarray
-    start_K: np.ndarray
-    count_K: np.ndarray
-
-    @property
-    def uniform_size(self) -> bool:
-        """Whether all clients have the same number of examples."""
-        return bool((self.count_K == self.count_K[0]).all())
-
-    def labels(self, client: int) -> np.ndarray:
-        """The targets of one client."""
-        return self.y_N[self.start_K[client] : self.start_K[client] + self.count_K[client]]
-
-    def take(self, clients_C: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-        """The inputs and targets of these clients, each padded to the same capacity with zeros."""
-        position_M = np.arange(capacity)
-        if (self.count_K[clients_C] == capacity).all():
-            rows_CM = self.start_K[clients_C, None] + position_M
-            return self.x_N[rows_CM], self.y_N[rows_CM]
-        is_padding_CM = position_M >= self.count_K[clients_C, None]
-        rows_CM = np.where(is_padding_CM, 0, self.start_K[clients_C, None] + position_M)
-        x_CM, y_CM = self.x_N[rows_CM], self.y_N[rows_CM]
-        x_CM[is_padding_CM], y_CM[is_padding_CM] = 0, 0
-        return x_CM, y_CM
-
-
-def examples(x_N: np.ndarray, y_N: np.ndarray, count_K: Sequence[int] | np.ndarray) -> Examples:
-    """Examples from flat arrays.
-
-    Args:
-        x_N: The inputs, client after client.
-        y_N: The targets.
-        count_K: How many examples each client has.
-
-    Raises:
-        DataError: If the counts are not whole numbers, or do not add up to the number of inputs and targets.
-    """
-    x_N, y_N, counts = np.asanyarray(x_N), np.asanyarray(y_N), np.asarray(count_K)
-    if counts.dtype.kind not in "iu":
-        raise DataError(f"counts must be whole numbers, got {counts.dtype}", "counts", str(counts.dtype))
-    counts = counts.astype(np.int32)
-    if counts.min(initial=0) < 0:
-        raise DataError(f"counts must be at least 0, got {counts.min()}", "counts", int(counts.min()))
-    if counts.sum() != len(y_N) or len(x_N) != len(y_N):
-        message = f"counts add up to {counts.sum()}, but there are {len(x_N)} inputs and {len(y_N)} targets"
-        raise DataError(message, "counts", int(counts.sum()))
-    return Examples(x_N, y_N, np.cumsum(counts) - counts, counts)
-
-
-def from_lists(x_K: Sequence[np.ndarray], y_K: Sequence[np.ndarray]) -> Examples:
-    """Examples from one array of inputs and one of targets for each client.
-
-    Raises:
-        DataError: If a client has not as many targets as inputs.
-    """
-    if len(x_K) != len(y_K):
-        raise DataError(f"there are inputs of {len(x_K)} clients and targets of {len(y_K)}", "y_K", len(y_K))
-    for client, (x, y) in enumerate(zip(x_K, y_K, strict=True)):
-        if len(x) != len(y):
-            raise DataError(f"client {client} has {len(x)} inputs and {len(y)} targets", "y_K", len(y))
-    return examples(np.concatenate(x_K), np.concatenate(y_K), np.array([len(y) for y in y_K]))
 
 
 class FederatedData(NamedTuple):
@@ -222,6 +144,7 @@ class FederatedData(NamedTuple):
             server_part = (other_x[-1], other_y[-1])
         ids, levels = rows.client_ids, rows.levels
         data = cls(name, train, test_part, *server_part, classes, None, ids, levels, input_scale, class_names)
+        check_values(data)
         return data._replace(server_has_client_data=not server_rows and len(server_part[1]) > 0)
 
     @classmethod
@@ -374,6 +297,26 @@ class FederatedData(NamedTuple):
                 message = f"group {name!r} has no client: levels of the data are {', '.join(np.unique(levels))}"
                 raise DataError(message, "groups", name)
         return index_K
+
+
+def check_values(data: FederatedData) -> None:
+    """Refuse values that no model can take: NaN, infinity, and numbers beyond 32 bits. Streamed examples are not read.
+
+    Raises:
+        DataError: If there is one among inputs or targets; it names the client by its id.
+    """
+    server = Examples(data.server_x_N, data.server_y_N, np.zeros(1, int), np.array([len(data.server_y_N)]))
+    parts = {"training": data.train, "test": data.test, "validation": data.validation, "server's test": server}
+    for name, part in [(name, part) for name, part in parts.items() if isinstance(part, Examples)]:
+        for field, values_N in (("inputs", part.x_N), ("targets", part.y_N)):
+            for row in invalid_rows(values_N, scaled=field == "inputs" and data.input_scale is not None):
+                owners = np.flatnonzero((part.start_K <= row) & (row < part.start_K + part.count_K))
+                if len(owners):  # arrays may have rows that no client has
+                    owner = "the server" if part is server else f"client {str(data.ids[owners[0]])!r}"
+                    example = f"{name} example {row - part.start_K[owners[0]]}"
+                    value = invalid_value(values_N[row])
+                    message = f"{field} of {owner} must be finite and of at most 32 bits, got {value} in {example}"
+                    raise DataError(message, field, value)
 
 
 def hold_out(data: FederatedData, share: float, seed: int) -> FederatedData:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from fedhdp.client import LocalTraining, scale_inputs
-from fedhdp.data import Examples, FederatedData
+from fedhdp.data import Examples, FederatedData, check_values
 from fedhdp.errors import DataError, FedHDPError, InvalidValueError, ModelError
 from fedhdp.metrics import Metric, measure
 from fedhdp.models import Array, Model, Parameters, cross_entropy
@@ -52,6 +52,7 @@ def check_data(data: FederatedData, model: Model) -> None:
             _refuse_data(
                 "targets", y_N.shape[1:], f"of the shape {data.template.y_N.shape[1:]} in every part of the data"
             )
+    check_values(data)
     labels = [y_N for _, y_N in parts] if model.loss is cross_entropy else []
     for y_N in labels:
         if y_N.dtype.kind not in "iub":

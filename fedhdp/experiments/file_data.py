@@ -30,9 +30,6 @@ class DataFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def __post_init__(self) -> None:
         for field, share in (("test", self.test), ("server", self.server)):
             require(isinstance(share, str) or 0 <= share < 1, field, share, "at least 0 and below 1, or a path")
-        if self.classes is not None:
-            count = self.classes if isinstance(self.classes, int) else len(set(self.classes))
-            require(count >= 1, "classes", self.classes, "a number of at least 1, or names")
 
     @property
     def files(self) -> dict[str, str]:

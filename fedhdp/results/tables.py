@@ -104,7 +104,7 @@ def footnotes(variants: list[VariantResult]) -> list[str]:
     """The assumptions of the epsilons, runs that stopped early, refused updates, and noise that is not private."""
     lines: dict[str, list[str]] = {}
     for variant in variants:
-        for note in variant.notes:
+        for note in [*variant.notes, *_clients_left_out(variant)]:
             lines.setdefault(note, []).append(variant.name)
         for group in variant.groups:
             if group.epsilon is not None and group.epsilon_basis is not None:
@@ -129,6 +129,17 @@ def footnotes(variants: list[VariantResult]) -> list[str]:
     if any(variant.repeatable for variant in variants):
         notes.append("noise and cohorts were drawn from a given seed: repeatable, and therefore not private")
     return notes
+
+
+def _clients_left_out(variant: VariantResult) -> list[str]:
+    """How many clients the means of the first metric count, where these are not all."""
+    name, parts = variant.metrics[0].name, []
+    for group in variant.groups:
+        count = group.value(f"{name}_clients")
+        if count is not None and count < group.clients:
+            parts.append(f"{count:.0f} of {group.clients} of {group.name}")
+    reason = "others have no test examples, or it is undefined there"
+    return [f"{name} counts these clients: {', '.join(parts)}; {reason}"] if parts else []
 
 
 def format_table(

@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import mechanism_of, tiny_data
+from helpers import mechanism_of, raises_field, tiny_data
 
 from fedhdp.client import LocalTraining, scale_inputs
 from fedhdp.data import FederatedData, examples
-from fedhdp.models import Model, mlp
+from fedhdp.engine.checks import check_data
+from fedhdp.errors import DataError
+from fedhdp.models import Model, linear, mlp, squared_error
+from fedhdp.rows import invalid_rows
 from fedhdp.simulation import Simulation, simulate
 
 TRAINING = LocalTraining(epochs=1, batch_size=4, learning_rate=0.1)
@@ -63,3 +66,74 @@ def test_bytes_are_scaled_only_as_the_data_says():
     np.testing.assert_allclose(scaled, after_one_round(converted(data, np.float32, 1 / 255)), atol=1e-6)
     np.testing.assert_allclose(unscaled, after_one_round(converted(data, np.float32, 1)), rtol=1e-5, atol=1e-6)
     assert np.abs(scaled - unscaled).max() > 0.01
+
+
+def with_value(part, field, row, value):
+    """Examples in which one number of a row has another value."""
+    values = getattr(part, field).astype(np.float64 if isinstance(value, float) else np.int64)
+    values.reshape(len(values), -1)[row, 0] = value
+    return part._replace(**{field: values})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e39])
+@pytest.mark.parametrize("part", ["train", "test", "validation"])
+def test_inputs_that_are_not_finite_are_found_by_client(part, value):
+    data = tiny_data([3, 4, 5])._replace(client_ids=np.array(["ann", "bob", "cy"]))
+    data = data._replace(validation=data.test)
+    bad = with_value(getattr(data, part), "x_N", getattr(data, part).start_K[1] + 2, value)
+    with raises_field("inputs", DataError) as error:
+        check_data(data._replace(**{part: bad}), mlp(12, 5, 3))
+    assert "'bob'" in str(error.value)
+    assert "example 2" in str(error.value)
+
+
+def test_targets_and_the_servers_inputs_are_checked():
+    data = tiny_data([3, 4, 5])
+    with raises_field("targets", DataError) as error:
+        check_data(data._replace(train=with_value(data.train, "y_N", 4, np.nan)), linear(12, 1, loss=squared_error))
+    assert "client '1'" in str(error.value)
+    server = data.server_x_N.astype(np.float32)
+    server[3, 2] = np.nan
+    with raises_field("inputs", DataError) as error:
+        check_data(data._replace(server_x_N=server), mlp(12, 5, 3))
+    assert "the server" in str(error.value)
+
+
+def test_integers_beyond_32_bits_do_not_wrap_around():
+    data = tiny_data([3, 4, 5])
+    whole = data._replace(train=with_value(data.train, "x_N", 0, 2**32 + 7))
+    check_data(whole, mlp(12, 5, 3))  # scaled, so a float
+    with raises_field("inputs", DataError):
+        check_data(whole._replace(input_scale=None), mlp(12, 5, 3))
+
+
+def test_rows_of_no_client_are_not_read(tmp_path):
+    data = tiny_data([3, 4, 5])
+    np.save(tmp_path / "x.npy", with_value(data.train, "x_N", 11, np.nan).x_N)
+    x_N = np.load(tmp_path / "x.npy", mmap_mode="r")
+    count_K = data.train.count_K - np.array([0, 0, 1])
+    check_data(data._replace(train=data.train._replace(x_N=x_N, count_K=count_K)), mlp(12, 5, 3))
+    with raises_field("inputs", DataError):
+        check_data(data._replace(train=data.train._replace(x_N=x_N)), mlp(12, 5, 3))
+
+
+def test_blocks_cover_all_rows(monkeypatch):
+    monkeypatch.setattr("fedhdp.rows.BLOCK_BYTES", 100)
+    values_N = np.zeros((50, 3))
+    values_N[[0, 16, 17, 49], 1] = np.nan
+    assert list(invalid_rows(values_N, scaled=False)) == [0, 16, 17, 49]
+
+
+def test_from_arrays_finds_them():
+    x = np.zeros((6, 2))
+    x[4, 1] = np.inf
+    with raises_field("inputs", DataError) as error:
+        FederatedData.from_arrays(x, [0, 1, 0, 1, 0, 1], ["b", "b", "b", "a", "a", "a"])
+    assert "'a'" in str(error.value)
+
+
+def test_ids_differ():
+    data = tiny_data([3, 4, 5])
+    for ids in (["a", "b", "a"], ["a", "b"]):
+        with raises_field("client_ids", DataError):
+            check_data(data._replace(client_ids=np.array(ids)), mlp(12, 5, 3))

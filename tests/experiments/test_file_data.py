@@ -134,7 +134,7 @@ def test_test_examples_in_another_file(folder):
             "data.test must be at least 0 and below 1, or a path, got 1.5",
         ),
         ("table", 'standardize = "public"', 'test = "none.csv"', "none.csv cannot be read"),
-        ("table", 'standardize = "public"', "classes = 0", "data.classes"),
+        ("table", 'standardize = "public"', "classes = 0", "classes must be a number of at least 1"),
         ("table", 'standardize = "public"', 'features = ["hight"]', "got 'hight'"),
         ("table", "epsilon = inf", "epsilon = 3.0", "standardize = 'public' needs levels, and a level that opted out"),
         ("arrays", '"patients.npz"', '"patients.csv"', "cannot be read as npz"),

@@ -94,3 +94,11 @@ def test_damaged_file_is_refused(file, content, tmp_path):
 def test_named_tables_are_flattened_by_name():
     nested = {"mechanism": {"groups": [{"name": "open", "weight": 1.0}], "clip": 0.5}}
     assert flatten(nested) == {"mechanism.groups.open.weight": 1.0, "mechanism.clip": 0.5}
+
+
+def test_deployment_is_shown(tmp_path):
+    path = write_run(tmp_path / "run")
+    (path / "experiment.toml").write_text('name = "clinics"\nrounds = 12\n[levels.private]\nepsilon = 3.0\n')
+    runs = read_runs([path])
+    assert runs[0].settings["levels.private.epsilon"] == 3.0
+    assert len(comparison.combined_cells(runs)[1]) == 4

@@ -73,6 +73,16 @@ def test_footnotes():
     assert len(notes) == 5
 
 
+def test_footnotes_say_how_many_clients_count():
+    metrics = (MetricInfo("auc", percent=True),)
+    groups = [
+        group(name, values={"global/auc": 0.5, "global/auc_clients": count}) for name, count in (("a", 5), ("b", 3))
+    ]
+    (note,) = footnotes([variant(*groups, metrics=metrics), replace(variant(*groups, metrics=metrics), name="other")])
+    assert note.startswith("auc counts these clients: 3 of 5 of b;")
+    assert note.endswith("[plain; other]")
+
+
 def test_text_has_rows_and_footnotes():
     lines = format_table([variant(repeatable=True)]).split("\n")
     assert len(lines) == 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import optax
 import pytest
@@ -12,7 +14,7 @@ from simulations import CHOSEN, MODEL, TRAINING, same_server, trained
 
 from fedhdp.algorithms import local_only, non_private
 from fedhdp.client import LocalTraining
-from fedhdp.data import FederatedData, examples
+from fedhdp.data import Examples, FederatedData, examples
 from fedhdp.mechanism import LayerClip, Mechanism, PrivacyGroup
 from fedhdp.models import Model, mlp
 from fedhdp.optimizers import OptimizerConfig
@@ -164,12 +166,32 @@ def test_updates_are_not_weighted_by_example_counts():
     np.testing.assert_allclose(one.global_model(), other.global_model(), atol=1e-9)
 
 
+class Streamed(NamedTuple):
+    """Examples that are read for each cohort, and so not checked when a simulation is made."""
+
+    examples: Examples
+
+    @property
+    def count_K(self) -> np.ndarray:
+        """How many examples each client has."""
+        return self.examples.count_K
+
+    @property
+    def uniform_size(self) -> bool:
+        """Whether all clients have the same number of examples."""
+        return self.examples.uniform_size
+
+    def take(self, clients_C: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+        """The inputs and targets of these clients."""
+        return self.examples.take(clients_C, capacity)
+
+
 def test_nan_update_is_refused_and_counted(data):
     x_N = data.train.x_N.astype(np.float32) / 255
     x_N[data.train.start_K[5] :][: data.train.count_K[5]] = np.nan
     test = data.test._replace(x_N=data.test.x_N / np.float32(255))
     server = data.server_x_N / np.float32(255)
-    ill = data._replace(train=data.train._replace(x_N=x_N), test=test, server_x_N=server)
+    ill = data._replace(train=Streamed(data.train._replace(x_N=x_N)), test=test, server_x_N=server, input_scale=None)
     everyone = mechanism_of((4, 0.0, 1.0), (15, 1.0, 0.5), rate=1.0)
     simulation = trained(ill.with_levels(group_by_group(everyone)), everyone, rounds=2)
     assert np.isfinite(simulation.global_model()).all()
@@ -189,7 +211,8 @@ def test_inputs_that_are_not_finite_change_no_other_client(bad):
         x = x_N.copy()
         if ill:
             x[5 * 7] = bad  # an image of client 7, of the second group
-        sick = data._replace(train=data.train._replace(x_N=x), server_x_N=data.server_x_N / np.float32(255), **rest)
+        train = Streamed(data.train._replace(x_N=x))
+        sick = data._replace(train=train, server_x_N=data.server_x_N / np.float32(255), input_scale=None, **rest)
         sick = sick.with_levels(group_by_group(everyone))
         simulation = Simulation(sick, model, everyone, TRAINING, seed=3, noise_seed=7)
         simulation.run(1)

@@ -85,7 +85,8 @@ def test_ledger_knows_the_clients_of_a_table_whatever_the_seed(folder):
         run(replace(experiment, seed=seed), folder / f"run-{seed}", keep_going)
     with Ledger(folder / "clinics.ledger", read_only=True) as ledger:
         assert sum(cost.rounds for cost in ledger.costs("strict")) == 2
-    (folder / "others.csv").write_bytes((folder / "patients.csv").read_bytes())
+    swapped = (folder / "patients.csv").read_text().replace("A,open", "A,strict").replace("B,strict", "B,open")
+    (folder / "others.csv").write_text(swapped)
     other = replace(experiment, data=replace(experiment.data, path="others.csv"))
     with pytest.raises(LedgerError):
         run(other, folder / "other", keep_going)
@@ -109,7 +110,9 @@ def test_changed_file_is_refused(folder):
 )
 def test_statistics_of_a_python_file_are_of_clients_who_opted_out(folder, public, epsilon, is_refused):
     columns = f"client='clinic', label='sick', level='privacy', standardize='public', public=['{public}']"
-    code = f"from fedhdp.datasets.tables import load_table\n\ndef data(seed):\n    return load_table('patients.csv', {columns})"
+    code = (
+        f"from fedhdp.datasets.tables import load_table\ndef data(seed): return load_table('patients.csv', {columns})"
+    )
     (folder / "clinics.py").write_text(code)
     mechanism = from_toml(EXPERIMENT.replace("epsilon = inf", f"epsilon = {epsilon}"), "table").mechanism
     with raises_field("public_levels", DataError) if is_refused else contextlib.nullcontext():

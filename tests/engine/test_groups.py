@@ -31,8 +31,8 @@ def test_levels_and_not_positions_make_groups():
 
 
 @given(st.permutations(range(CLIENTS)))
-def test_client_keeps_its_level_in_any_order(order):
-    """A level given to a client by its position in an array."""
+def test_level_given_to_a_client_by_its_position_in_an_array(order):
+    """In any order of the clients, each keeps its level."""
     ids = np.array([f"client {k}" for k in range(CLIENTS)])
     mechanism = Mechanism((OPEN, STRICT), clip=1.0)
     data = DATA._replace(client_ids=ids[order]).with_levels(LEVELS[order])

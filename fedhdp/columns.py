@@ -43,25 +43,22 @@ def read_columns(frame: Any) -> dict[str, np.ndarray]:
     names = [str(name) for name in names]
     for name in {name for name in names if names.count(name) > 1}:
         raise DataError(f"frame must have each column once, got {name!r} twice", "frame", name)
-    columns = {name: _plain(as_array(frame[name], name), name) for name in names}
+    columns = {name: _stacked(as_array(frame[name], name), name) for name in names}
     sizes = {len(column) for column in columns.values()}
     if len(sizes) != 1 or not max(sizes):
         raise DataError(f"frame must have columns of one length, with one row or more, got {sorted(sizes)}", "frame")
     return columns
 
 
-def _plain(cells_N: np.ndarray, name: str) -> np.ndarray:
-    """Objects that are numbers or arrays, none of them missing, as one array."""
+def _stacked(cells_N: np.ndarray, name: str) -> np.ndarray:
+    """A column whose cells are arrays or lists as one array."""
     cells = cells_N.tolist() if cells_N.dtype.kind == "O" else []
-    if any(isinstance(cell, list | np.ndarray) for cell in cells):
-        shapes = {np.shape(cell) for cell in cells if isinstance(cell, list | np.ndarray)} or {()}
-        if len(shapes) > 1 or not all(isinstance(cell, list | np.ndarray) for cell in cells):
-            raise DataError(f"{name} must have one shape in all rows, got {sorted(shapes)}", name, sorted(shapes))
-        return np.stack(cells)
-    if not cells or any(isinstance(cell, str | bytes) or is_missing(cell) for cell in cells):
+    if not any(isinstance(cell, list | np.ndarray) for cell in cells):
         return cells_N
-    number_N = as_array(cells, name)
-    return number_N if number_N.dtype.kind in "biuf" else cells_N
+    shapes = {np.shape(cell) if isinstance(cell, list | np.ndarray) else () for cell in cells}
+    if len(shapes) > 1:
+        raise DataError(f"{name} must have one shape in all rows, got {sorted(shapes)}", name, sorted(shapes))
+    return np.stack(cells)
 
 
 def huggingface_columns(dataset: Any, names: Sequence[str] | None) -> Any:
@@ -149,20 +146,20 @@ def table_arrays(
         raise DataError(f"features must not have the column of clients or of labels, got {name!r}", "features", name)
     if not features:
         raise DataError("features must be one column or more beside client, label and level, got none", "features", [])
-    source, preparation = None, ""
-    if standardize == "public":
+    source, preparation, moments = None, "", None
+    if isinstance(standardize, Mapping):
+        moments, preparation = standardize, "standardized by given means and deviations"
+    elif standardize == "public":
         rows = partition_rows(columns[client], level_N, test_share, server_share, seed)
         source, preparation = _public_rows(columns, rows, public)
     elif standardize == "server":
         if server_columns is None:
             raise DataError("standardize = 'server' needs a table of the server's examples", "standardize", standardize)
+        column(server_columns, label, "server")
         source, preparation = server_columns, f"standardized by the server's {len(server_columns[label])} examples"
-    elif not isinstance(standardize, Mapping) and standardize != "none":
+    elif standardize != "none":
         rule = "none, public, server, or a mean and a deviation for each column"
         raise DataError(f"standardize must be {rule}, got {standardize!r}", "standardize", standardize)
-    moments = standardize if isinstance(standardize, Mapping) else None
-    if moments:
-        preparation = "standardized by given means and deviations"
     encoder = make_encoder(columns, features, categories, fill, moments, source)
 
     def pair(part: Columns) -> tuple[np.ndarray, np.ndarray]:

@@ -251,33 +251,35 @@ def class_targets(
     """
     parts = [as_array(label, "y") for label in labels]
     names = None if classes is None or isinstance(classes, int) else tuple(map(str, classes))
-    is_valid = classes is None or (
-        classes >= 1 if isinstance(classes, int) else len(set(names or ())) == len(classes) > 0
-    )
+    size = classes if isinstance(classes, int) else None if names is None else len(set(names))
+    is_valid = size is None or (size >= 1 and size == (len(names) if names else size))
     require(is_valid, "classes", classes, "a number of at least 1, or names that differ")
     if any(part.dtype.kind in "OUS" for part in parts):
-        for part in parts:
-            refuse_missing(part, "y")
-        texts = [part.astype(str) for part in parts]
-        names = names or tuple(np.unique(np.concatenate(texts)).tolist())
-        count = classes if isinstance(classes, int) else len(names)
-        if len(names) > count:
-            raise DataError(
-                f"classes must be at least {len(names)}, the labels there are, got {count}", "classes", count
-            )
-        return [_positions(text_N, names) for text_N in texts], count, names
+        return _text_targets(parts, names, size)
     for part in parts:
         _check_numbers(part)
         if (part.dtype.kind == "f") != (parts[0].dtype.kind == "f"):
             raise DataError(f"y must be {parts[0].dtype} in all parts, got {part.dtype}", "y", str(part.dtype))
     if parts[0].dtype.kind == "f":
-        outputs = parts[0].shape[1] if parts[0].ndim > 1 else 1
-        return parts, classes if isinstance(classes, int) else outputs, None
+        return parts, size or math.prod(parts[0].shape[1:]), names
     largest = max(int(part.max(initial=0)) for part in parts)
-    count = len(names) if names else classes if isinstance(classes, int) else largest + 1
-    if largest >= count:
-        raise DataError(f"y must be from 0 to {count - 1}, the classes, got {largest}", "y", largest)
-    return [part.astype(np.int32) for part in parts], count, names
+    size = largest + 1 if size is None else size
+    if largest >= size:
+        raise DataError(f"y must be from 0 to {size - 1}, the classes, got {largest}", "y", largest)
+    return [part.astype(np.int32) for part in parts], size, names
+
+
+def _text_targets(
+    parts: Sequence[np.ndarray], names: tuple[str, ...] | None, size: int | None
+) -> tuple[list[np.ndarray], int, tuple[str, ...]]:
+    for part in parts:
+        refuse_missing(part, "y")
+    texts = [part.astype(str) for part in parts]
+    names = names or tuple(np.unique(np.concatenate(texts)).tolist())
+    size = len(names) if size is None else size
+    if len(names) > size:
+        raise DataError(f"classes must be at least {len(names)}, the labels there are, got {size}", "classes", size)
+    return [_positions(text_N, names) for text_N in texts], size, names
 
 
 def _positions(text_N: np.ndarray, names: Sequence[str]) -> np.ndarray:
@@ -298,7 +300,7 @@ def _check_numbers(y_N: np.ndarray) -> None:
 
 
 def as_array(values: Any, field: str) -> np.ndarray:
-    """Values as an array.
+    """Values as an array; objects that are numbers become numbers.
 
     Raises:
         DataError: If they do not form one.
@@ -310,7 +312,16 @@ def as_array(values: Any, field: str) -> np.ndarray:
     if np.ma.is_masked(array):
         count = int(np.ma.count_masked(array))
         raise DataError(f"{field} must have no masked values, got {count}", field, count)
-    return array
+    return _numbers_of_objects(array) if array.dtype.kind == "O" else array
+
+
+def _numbers_of_objects(array: np.ndarray) -> np.ndarray:
+    """An array of objects as numbers if all of them are, else as it is."""
+    try:
+        number = np.array(array.tolist())
+    except ValueError:  # lists of several lengths
+        return array
+    return number if number.dtype.kind in "biuf" and number.shape == array.shape else array
 
 
 def is_missing(value: object) -> bool:

@@ -151,6 +151,8 @@ def test_missing_values_are_filled_by_given_ones():
         (TABLE, {"standardize": {"sex": (0, 1)}}, "standardize", "sex"),
         (TABLE, {"standardize": {"age": (0, 0)}}, "age", [0, 0]),
         (TABLE, {"test": {"sick": TABLE["sick"]}}, "features", "age"),
+        (TABLE, {"standardize": "server", "server": {"age": TABLE["age"]}}, "server", "sick"),
+        (TABLE, {"standardize": "server", "server": {"sick": TABLE["sick"]}}, "features", "age"),
         (TABLE, {"test": "test.csv"}, "frame", "str"),
         ({}, {}, "frame", None),
         (7, {}, "frame", "int"),

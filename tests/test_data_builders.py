@@ -83,6 +83,13 @@ def test_labels_of_text_become_classes():
     assert FederatedData.from_arrays(X, X / 7, CLIENT).classes == 2  # outputs
 
 
+def test_objects_that_are_numbers_are_numbers():
+    """As in the values of a data frame that also has text."""
+    data = FederatedData.from_arrays(X.astype(object), Y.astype(object), CLIENT.astype(object), test=None)
+    assert (data.train.x_N.dtype.kind, data.classes, data.class_names) == ("i", 3, None)
+    assert data.ids.tolist() == ["0", "1", "2", "3", "4"]
+
+
 def test_explicit_test_and_server_examples():
     test = (X[:6], Y[:6], np.array([3, 1, 1, 3, 0, 1]))
     data = FederatedData.from_arrays(X, Y, CLIENT, test=test, server=(X[6:9], Y[6:9]))

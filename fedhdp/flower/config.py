@@ -229,8 +229,12 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
 
 
 def _insert(fields: dict[str, Any], key: str, value: Any) -> None:
-    """Put the value of a dotted key into nested tables; hyphens become underscores, but not in names of levels."""
+    """Put the value of a dotted key into nested tables; hyphens become underscores, but not in users' names."""
     *tables, last = key.split(".")
+    if tables[:2] == ["clip", "layers"]:  # the rest is the beginning of an array's name, dots included
+        table = fields.setdefault("clip", {}).setdefault("layers", {})
+        table[".".join([*tables[2:], last])] = value
+        return
     if tables and tables[0] not in ("levels", "budgets"):  # whose tables are named by the user
         tables = [table.replace("-", "_") for table in tables]
     for table in tables:

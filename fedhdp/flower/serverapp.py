@@ -25,7 +25,7 @@ from fedhdp.errors import ModelError, RunError
 from fedhdp.flower.config import Deployment
 from fedhdp.flower.protocol import Arrays, Score, array_shapes, send_and_gather, to_record, unflatten
 from fedhdp.flower.registry import Registry, WaitLog
-from fedhdp.flower.strategy import FedHDP, metric_infos
+from fedhdp.flower.strategy import FedHDP, layers_of, metric_infos
 from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT
 from fedhdp.privacy.budget import BudgetExhausted, DeploymentBilling, Segment
 from fedhdp.privacy.ledger import Ledger
@@ -84,10 +84,12 @@ def run_deployment(grid: Grid, deployment: Deployment, initial_arrays: Arrays, s
 
     Raises:
         ModelError: If the initial model is not a dictionary of finite arrays.
+        InvalidValueError: If the clip's layers are not those of the model.
         RunError: If the run directory is of another deployment or another model.
         LedgerError: If the ledger is older than the checkpoint.
     """
     _check_model(initial_arrays)
+    layers_of(deployment.mechanism(dict.fromkeys(deployment.levels, 1)), initial_arrays)  # before anything is written
     out = Path(deployment.out)
     with _open_run(out, deployment) as directory, Ledger(deployment.ledger) as ledger:
         if (out / store.SUMMARY_FILE).exists():

@@ -68,6 +68,11 @@ def _clip_and_sum(
 _finish_round = jax.jit(server.finish_round, static_argnums=0, static_argnames="layers")
 
 
+def layers_of(mechanism: Mechanism, arrays: Arrays) -> Layers | None:
+    """The layers of a model that have clips of their own; ``InvalidValueError`` if they are not the model's."""
+    return server.make_layers(mechanism, {name: array.size for name, array in arrays.items()})
+
+
 class PendingRequest(NamedTuple):
     """A message to a client, and what it requests."""
 
@@ -128,7 +133,6 @@ class FedHDP(Strategy):
         self.billing.admit(members)
         mechanism = self.billing.mechanism
         if self.state is None:
-            self._layers(mechanism)  # refuses layers that are not the model's
             theta_P = jnp.asarray(flatten(self.initial_arrays))
             self.state = server.initial_state(mechanism, self.deployment.server, theta_P)
         if len(self.state.refused_G) != len(mechanism.groups):
@@ -160,7 +164,7 @@ class FedHDP(Strategy):
         mechanism, clip, scores = self.billing.mechanism, self.state.clip, dict[str, dict[str, float]]()
         params, refused_G = mechanism.round_params, jnp.zeros(len(mechanism.groups), jnp.int32)
         sums = Sums(jnp.zeros_like(self.state.theta_P), jnp.zeros_like(clip), refused_G)
-        layers = self._layers(mechanism)
+        layers = layers_of(mechanism, self.initial_arrays)
         for pending, reply in self._valid_replies(replies, is_training=True):
             clipped = _clip_and_sum(params, clip, reply.update_P, np.int32(pending.group), layers=layers)
             sums = jax.tree.map(jnp.add, sums, clipped)
@@ -189,10 +193,6 @@ class FedHDP(Strategy):
         scores = {pending.client: reply.scores for pending, reply in valid_replies}
         self.metric_rows = self._score_rows(scores) + self._server_rows()
         return None
-
-    def _layers(self, mechanism: Mechanism) -> Layers | None:
-        """The layers of the model, where each has a clip."""
-        return server.make_layers(mechanism, {name: array.size for name, array in self.initial_arrays.items()})
 
     def summary(self) -> None:
         """Log what is about to run."""

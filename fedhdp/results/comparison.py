@@ -22,7 +22,7 @@ class MeanRow(NamedTuple):
     variant: str
     algorithm: str
     group: str
-    model: str  # empty for epsilon, which is a group's and the largest among the seeds
+    model: str  # empty for epsilons, which are a group's; the largest among the seeds
     metric: str
     mean: float
     half_interval: float | None  # half of the 95% interval of the mean; None for a single seed
@@ -127,7 +127,7 @@ def describe_seeds(runs: Sequence[RepeatedRun]) -> str:
 
 
 def mean_rows(runs: Sequence[RepeatedRun]) -> list[MeanRow]:
-    """Every number of the last evaluations, and each group's epsilon."""
+    """Every number of the last evaluations, and the epsilons that each group had and asked for."""
     return [row for run in runs for seeds in run.variants() for row in _variant_rows(run.label, seeds)]
 
 
@@ -144,6 +144,8 @@ def _variant_rows(label: str, seeds: list[StoredVariant]) -> list[MeanRow]:
         known = [epsilon for epsilon in epsilons if epsilon is not None]
         if known:
             rows.append(MeanRow(*name, group.name, "", "epsilon", max(known), None, len(known)))
+        if group.epsilon_target is not None:
+            rows.append(MeanRow(*name, group.name, "", "epsilon_target", group.epsilon_target, None, len(seeds)))
     return rows
 
 

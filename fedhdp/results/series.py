@@ -79,7 +79,7 @@ def make_lines(
     kinds = [_Kind(label, seeds, *_without(seeds[0], key)) for label, seeds in variants]
     lines: list[list[_Kind]] = []
     for kind in kinds:
-        alike = next((line for line in lines if key != ROUND and line[0].settings == kind.settings), None)
+        alike = next((line for line in lines if key != ROUND and _continues(line, kind)), None)
         lines.append([kind]) if alike is None else alike.append(kind)
     labels = _labels(lines)
     by_group = {}
@@ -93,6 +93,11 @@ def make_lines(
     infos = {info.name: info for _, seeds in variants for info in seeds[0].result.metrics}
     percent = metric.removesuffix("_worst_decile") in [name for name, info in infos.items() if info.percent]
     return Lines(key, by_group, percent)
+
+
+def _continues(line: Sequence[_Kind], kind: _Kind) -> bool:
+    """Whether a variant is another point of a line: equal in all but x, whose value is new."""
+    return line[0].settings == kind.settings and kind.x not in [other.x for other in line]
 
 
 def _without(variant: StoredVariant, key: str) -> tuple[dict[str, Any], Any]:

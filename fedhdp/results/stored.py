@@ -18,9 +18,11 @@ from fedhdp.results.schema import MetricRow, Summary, VariantResult
 from fedhdp.results.store import (
     EXPERIMENT_FILE,
     RESULT_FILE,
+    RUN_FILE,
     RUNS_FILE,
     SUMMARY_FILE,
     DamagedRunError,
+    RunInfo,
     VariantDirectory,
     read_value,
     slug,
@@ -97,6 +99,7 @@ class StoredRun:
         self.identity = repr({key: raw[key] for key in sorted(raw) if key not in SEEDS})
         self.settings = flatten({key: raw[key] for key in raw if key not in (*SEEDS, *NAMES, "variants")})
         self._changes = {row["name"]: row for row in raw.get("variants", ())}
+        self._is_extended = (path / RUN_FILE).exists() and bool(read_value(path / RUN_FILE, RunInfo).extensions)
         results = self._results()
         self.unfinished = [name for name in self._changes if name not in {result.name for result in results}]
         if not results:
@@ -120,6 +123,11 @@ class StoredRun:
         stated = set(settings)
         for group in result.groups:
             prefix = f"mechanism.groups.{group.name}"
+            if group.epsilon_target is not None:  # noise follows from it, in an extended run's file too
+                settings[f"{prefix}.epsilon"] = group.epsilon_target
+                stated = stated - {f"{prefix}.noise_multiplier"} | {f"{prefix}.epsilon"}
+            if self._is_extended:
+                stated -= {f"{prefix}.weight"}
             settings |= {f"{prefix}.{key}": getattr(group, key) for key in GROUP_SETTINGS}
             settings.setdefault(f"{prefix}.epsilon", group.epsilon)
         return settings, stated

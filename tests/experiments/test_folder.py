@@ -90,3 +90,17 @@ def test_several_experiments_are_no_single_run(tmp_path):
     with raises_field("sweep", ConfigError):
         run(small(), tmp_path / "out", keep_going)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_folder_is_extended_once_all_runs_are_begun(tmp_path):
+    with RunFolder.start(tmp_path / "out", small(sweep={}), [0, 1]) as folder:
+        first, second = folder.entries
+        folder.run(first, keep_going)
+        with raises_field("rounds", RunError):
+            folder.extend(second, 4, keep_going, allow_more_epsilon=True)
+        folder.run(second, keep_going)
+        for entry in folder.entries:
+            assert folder.extend(entry, 4, keep_going, allow_more_epsilon=True).variants[0].rounds == 4
+        [run] = folder.write_tables()
+    assert len(run.runs) == 2

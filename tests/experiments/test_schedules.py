@@ -151,3 +151,29 @@ def test_clips_of_an_experiment_s_file(tmp_path):
         from_toml(layered.replace("first = 0.3", "first = -0.3"), "bad.toml")
     with raises_field("mechanism.clip.quantil", ConfigError):
         from_toml(layered.replace("quantile = 0.6", "quantil = 0.6"), "bad.toml")
+
+
+class Crash(Exception):
+    """Stands for a loss of power."""
+
+
+@pytest.mark.slow
+def test_replayed_rounds_of_a_schedule_are_priced_with_their_own_mechanisms(tmp_path):
+    def crash(progress: Progress) -> bool:
+        if progress.round == 9:
+            raise Crash
+        return True
+
+    mild = Variant("ramp", noise_multipliers={"opted out": 0.4}, weights={"opted out": RAMP})
+    experiment = tiny(noise_seed=None, variants=(mild,), evaluate_every=2, checkpoint_seconds=1e9)
+    with pytest.raises(Crash):
+        run(experiment, tmp_path / "run", crash)  # eight rounds were shown, and no checkpoint was saved
+    with pytest.raises(Interrupted):
+        resume(tmp_path / "run", until(3))  # the numbers of the replayed rounds are in the checkpoint
+    (variant,) = resume(tmp_path / "run", keep_going).variants
+    (mechanism,) = experiment.variant_mechanisms(experiment.build_mechanism())
+    numbers = [*range(12), *range(8)]
+    costs = composed_costs(mechanism_at(mechanism, number) for number in numbers)["opted out"]
+    assert len(costs) == 5  # later its own noise is the largest, whatever its weight
+    assert variant.groups[0].rounds == len(numbers)
+    assert variant.groups[0].epsilon == compose(costs, experiment.delta, experiment.run_accountant)

@@ -28,7 +28,7 @@ from flower_helpers import (
 import fedhdp.flower
 from fedhdp.errors import ConfigError, FedHDPError, InvalidValueError
 from fedhdp.flower import Deployment, initial_arrays, run_deployment, scorer
-from fedhdp.mechanism import SERVER
+from fedhdp.mechanism import SERVER, LayerClip
 from fedhdp.optimizers import OptimizerConfig
 from fedhdp.privacy.calibration import PrivacyLevel
 from fedhdp.results.schema import Summary
@@ -75,6 +75,22 @@ def test_optimizers_are_read_from_dotted_keys():
     assert deployment.server.optimizer == OptimizerConfig("sgd", learning_rate=0.5)
 
 
+LAYERS = {
+    "clip.layers.conv-1": 0.3,
+    "clip.layers.dense.weight": 0.2,
+    "clip.layers.dense.bias": 0.1,
+    "clip.quantile": 0.6,
+}
+
+
+def test_layers_are_read_from_dotted_keys():
+    config = {key: value for key, value in RUN_CONFIG.items() if key != "clip.initial"} | LAYERS
+    clips = {"conv-1": 0.3, "dense.weight": 0.2, "dense.bias": 0.1}
+    deployment = Deployment.from_run_config(config)
+    assert deployment.clip == LayerClip(clips, quantile=0.6)
+    assert Deployment.from_toml(deployment.to_toml().decode()) == deployment
+
+
 @pytest.mark.parametrize("changes", [{}, OPTIMIZERS], ids=["plain", "optimizers"])
 def test_toml_round_trip(changes):
     deployment = Deployment.from_run_config(RUN_CONFIG | changes)
@@ -91,6 +107,8 @@ def test_toml_round_trip(changes):
         ({"server.momentum": 0.9}, "server.momentum"),
         ({"rounds.first": 3}, "rounds.first"),
         ({"clip": 1.0}, "clip"),
+        ({"clip.layers.first": 1.0}, "clip.initial"),
+        ({"clip.quantil": 1.0}, "clip.quantil"),
         ({"metrics": ""}, "metrics"),
         ({"metrics": "auc,auc"}, "metrics"),
         ({"metrics": "auc_variance"}, "metrics"),

@@ -7,6 +7,7 @@ from helpers import raises_field
 from run_files import WEIGHTS, write_run
 
 from fedhdp.errors import RunError
+from fedhdp.experiments import Variant
 from fedhdp.results.figures import _interval_text, _places, _styles
 from fedhdp.results.series import Lines, Point, Series, make_lines
 from fedhdp.results.stored import read_runs
@@ -42,6 +43,13 @@ def test_setting_of_runs_joins_them(tmp_path):
     labels = [line.label for line in both.groups["server"]]
     assert "FedHDP, rounds=24" in labels
     assert len(set(labels)) == len(labels) == 4
+
+
+def test_other_variants_at_the_same_value_are_no_seeds(tmp_path):
+    variants = (Variant("a", weights={"private": 0.1}), Variant("b", weights={"private": 0.1}))
+    runs = [write_run(tmp_path / name, variants=variants, rounds=rounds) for name, rounds in (("x", 12), ("y", 24))]
+    lines = make_lines(read_runs(runs), "rounds", "accuracy")
+    assert [[point.seeds for point in line.points] for line in lines.groups["server"]] == [[1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ def test_csv_has_every_number(tmp_path):
     assert float(server["mean"]) == pytest.approx(0.105)
     assert float(server["half_interval"]) > 0
     assert server["seeds"] == "2"
-    assert [line["mean"] for line in lines if line["metric"] == "epsilon"][:2] == ["inf", "8.0"]
+    for metric in ("epsilon", "epsilon_target"):
+        assert [line["mean"] for line in lines if line["metric"] == metric][:2] == ["inf", "8.0"]
 
 
 def test_unfinished_run_shows_what_it_has(tmp_path):
@@ -94,3 +95,11 @@ def test_damaged_file_is_refused(file, content, tmp_path):
 def test_named_tables_are_flattened_by_name():
     nested = {"mechanism": {"groups": [{"name": "open", "weight": 1.0}], "clip": 0.5}}
     assert flatten(nested) == {"mechanism.groups.open.weight": 1.0, "mechanism.clip": 0.5}
+
+
+def test_deployment_is_shown(tmp_path):
+    path = write_run(tmp_path / "run")
+    (path / "experiment.toml").write_text('name = "clinics"\nrounds = 12\n[levels.private]\nepsilon = 3.0\n')
+    runs = read_runs([path])
+    assert runs[0].settings["levels.private.epsilon"] == 3.0
+    assert len(comparison.combined_cells(runs)[1]) == 4

@@ -114,7 +114,7 @@ def footnotes(variants: list[VariantResult]) -> list[str]:
                 line = f"ε {group.name} is smaller than it need be, at {group.surplus}"
                 lines.setdefault(line, []).append(variant.name)
             elif variant.algorithm == "dp_fedavg" and (group.epsilon or 0.0) < 0.97 * (group.epsilon_target or 0.0):
-                line = "ε of every group is that of the strictest, whose noise the algorithm gives to all"
+                line = "every group has the noise of the strictest, which the algorithm gives to all"
                 lines.setdefault(line, []).append(variant.name)
     notes = [f"{line} [{'; '.join(dict.fromkeys(names))}]" for line, names in lines.items()]
     if any(group.epsilon_target is not None for variant in variants for group in variant.groups):

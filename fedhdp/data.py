@@ -53,6 +53,7 @@ class FederatedData(NamedTuple):
         input_scale: Inputs are multiplied by it, as floats. None: floats reach the model as they are, integers as integers.
         class_names: The names of the classes. None: not known.
         preparation: How columns became inputs, and whose statistics that took.
+        public_levels: The levels of clients whose statistics that took: they must have opted out of privacy.
         server_has_client_data: Whether the server's test set consists of clients' examples, so that what it measures is as
             private as what clients measure.
     """
@@ -69,6 +70,7 @@ class FederatedData(NamedTuple):
     input_scale: float | None = None
     class_names: tuple[str, ...] | None = None
     preparation: str = ""
+    public_levels: tuple[str, ...] = ()
     server_has_client_data: bool = False
 
     @property
@@ -191,7 +193,7 @@ class FederatedData(NamedTuple):
         columns = (client, label, level, test, server, features, categories, fill, standardize, public, seed)
         *arrays, preparation = table_arrays(frame, *columns)
         data = cls.from_arrays(*arrays, seed=seed, **({"name": "table"} | others))
-        return data._replace(preparation=preparation)
+        return data._replace(preparation=preparation, public_levels=tuple(public) if standardize == "public" else ())
 
     @classmethod
     def from_huggingface(

@@ -53,7 +53,8 @@ def descent(training: LocalTraining, eta: float, theta: Network) -> Callable[[Ne
     def step(theta: Network, gradient: Network) -> Network:
         if training.is_plain_sgd:
             return {n: theta[n] - eta * gradient[n] for n in theta}
-        update, state[0] = transformation.update(gradient, state[0], theta)
+        gradient, floats = ({n: a.astype(np.float32) for n, a in net.items()} for net in (gradient, theta))
+        update, state[0] = transformation.update(gradient, state[0], floats)
         return {n: np.asarray(theta[n] + update[n], np.float64) for n in theta}
 
     return step

@@ -90,7 +90,7 @@ def test_epsilon_is_that_of_the_gaussian_queries(noise, learning_rate):
             signals[0] = math.sqrt(3) / (mechanism.update_noise_multiplier(group) * math.sqrt(3))
         rounds = dp.PoissonSampledDpEvent(0.1, dp.GaussianDpEvent(1 / math.hypot(*signals)))
         expected = dp.rdp.RdpAccountant().compose(rounds, 50).get_epsilon(1e-5)
-        assert epsilon(mechanism, 50, 1e-5)[group.name] == pytest.approx(expected, rel=2e-3)
+        assert epsilon(mechanism, 50, 1e-5, "rdp")[group.name] == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.parametrize("bit_noise_stddev", [None, 9.0])

@@ -23,7 +23,7 @@ import msgspec
 from fedhdp.data import FederatedData, hold_out
 from fedhdp.datasets import Split
 from fedhdp.errors import ConfigError, DataError, ModelError, require
-from fedhdp.experiments.file_data import ArraysData, TableData
+from fedhdp.experiments.file_data import ArraysData, TableData, opted_out
 from fedhdp.experiments.groups import skewed_clients, with_skewed_levels
 from fedhdp.models import Model, cnn, linear, mlp
 from fedhdp.privacy.calibration import MechanismConfig
@@ -174,6 +174,9 @@ class PythonData(PythonFile, frozen=True, tag_field="name", tag="python"):
         if self.clients not in (None, data.num_clients):
             message = f"data.clients must be {data.num_clients}, as {self.file} has, got {self.clients}"
             raise DataError(message, "data.clients", self.clients)
+        for level in sorted({*data.public_levels} - {*opted_out(mechanism)}):
+            message = f"{self.file} takes statistics of clients with level {level!r}, who have not opted out of privacy"
+            raise DataError(message, "public_levels", level)
         return hold_out(data, self.validation, seed)
 
 

@@ -17,6 +17,11 @@ from fedhdp.errors import ConfigError, require
 from fedhdp.privacy.calibration import MechanismConfig
 
 
+def opted_out(mechanism: MechanismConfig) -> list[str]:
+    """The groups whose clients asked for no privacy."""
+    return [group.name for group in mechanism.groups if group.epsilon == math.inf or group.noise_multiplier == 0]
+
+
 class DataFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Files with examples, and the checksum that they had when they were run."""
 
@@ -87,7 +92,6 @@ class TableData(DataFiles, frozen=True, tag_field="name", tag="table"):
         from fedhdp.datasets.tables import load_table
 
         self._checksum()
-        public = [group.name for group in mechanism.groups if math.inf == group.epsilon or group.noise_multiplier == 0]
         data = load_table(
             self.path,
             self.client,
@@ -99,7 +103,7 @@ class TableData(DataFiles, frozen=True, tag_field="name", tag="table"):
             categories=self.categories,
             fill=self.fill,
             standardize=self.standardize,
-            public=public,
+            public=opted_out(mechanism),
             classes=self.classes,
             seed=seed,
         )

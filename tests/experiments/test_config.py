@@ -30,6 +30,9 @@ ADAM = {"name": "adam", "learning_rate": SCHEDULE, "b1": 0.5}
 BAD = {  # what is wrong: the text, its replacement, and the field and value of the error
     "unknown key": ("seed = 1", "sede = 1", "sede", 1),
     "unknown key of a group": ("weight = 0.1", "wieght = 0.1", "mechanism.groups[1].wieght", 0.1),
+    "unknown accountant": ("rounds = 12", 'rounds = 12\naccountant = "exact"', "accountant", "exact"),
+    "accountant of a ledger": ("rounds = 12", 'rounds = 12\naccountant = "pld"\nledger = "l"', "accountant", "pld"),
+    "negative weight": ("weight = 0.1", "weight = -0.1", "mechanism.groups[1].weight", -0.1),
     "text for a number": ("epochs = 1", 'epochs = "many"', "training.epochs", "many"),
     "number for a table": ("rounds = 12", "rounds = 12\nserver = 1", "server", 1),
     "missing key": ("rounds = 12", "", "rounds", None),

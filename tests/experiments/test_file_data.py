@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from experiment_helpers import command, keep_going
+from helpers import raises_field
 from msgspec.structs import replace
 
-from fedhdp.errors import ConfigError, LedgerError
+from fedhdp.errors import ConfigError, DataError, LedgerError
 from fedhdp.experiments import from_toml, resume, run, to_toml
+from fedhdp.experiments.components import PythonData
 from fedhdp.privacy.ledger import Ledger
 
 RNG = np.random.default_rng(0)
@@ -82,7 +85,8 @@ def test_ledger_knows_the_clients_of_a_table_whatever_the_seed(folder):
         run(replace(experiment, seed=seed), folder / f"run-{seed}", keep_going)
     with Ledger(folder / "clinics.ledger", read_only=True) as ledger:
         assert sum(cost.rounds for cost in ledger.costs("strict")) == 2
-    (folder / "others.csv").write_bytes((folder / "patients.csv").read_bytes())
+    swapped = (folder / "patients.csv").read_text().replace("A,open", "A,strict").replace("B,strict", "B,open")
+    (folder / "others.csv").write_text(swapped)
     other = replace(experiment, data=replace(experiment.data, path="others.csv"))
     with pytest.raises(LedgerError):
         run(other, folder / "other", keep_going)
@@ -99,6 +103,20 @@ def test_changed_file_is_refused(folder):
     with pytest.raises(ConfigError) as error:
         resume(folder / "run", keep_going)
     assert error.value.field == "data.sha256"
+
+
+@pytest.mark.parametrize(
+    ("public", "epsilon", "is_refused"), [("open", "inf", 0), ("strict", "inf", 1), ("open", "8.0", 1)]
+)
+def test_statistics_of_a_python_file_are_of_clients_who_opted_out(folder, public, epsilon, is_refused):
+    columns = f"client='clinic', label='sick', level='privacy', standardize='public', public=['{public}']"
+    code = (
+        f"from fedhdp.datasets.tables import load_table\ndef data(seed): return load_table('patients.csv', {columns})"
+    )
+    (folder / "clinics.py").write_text(code)
+    mechanism = from_toml(EXPERIMENT.replace("epsilon = inf", f"epsilon = {epsilon}"), "table").mechanism
+    with raises_field("public_levels", DataError) if is_refused else contextlib.nullcontext():
+        assert PythonData(file="clinics.py").load(mechanism, 0).public_levels == (public,)
 
 
 def test_test_examples_in_another_file(folder):

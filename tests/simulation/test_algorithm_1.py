@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import optax
 import pytest
 import reference
 from helpers import group_by_group, mechanism_of, raises_field, tiny_data
@@ -34,11 +35,13 @@ MECHANISMS = {
     "three fixed layers": mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.1), clip=THREE_LAYERS, noise="per_group"),
 }
 
+COSINE = {"schedule": "cosine_decay_schedule", "init_value": 0.02, "decay_steps": 6}
 ADAM = {
-    "optimizer": OptimizerConfig("adam", learning_rate=0.02, eps=1e-3),
+    "optimizer": OptimizerConfig("adam", learning_rate=COSINE, eps=1e-3),
     "personal_learning_rate": 0.01,
     "proximal": 0.8,
 }
+CLIPPED = {"optimizer": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))}
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS.values(), ids=MECHANISMS.keys())
@@ -53,8 +56,8 @@ def test_rounds_agree_with_plain_loops_for_clients_of_one_size():
 @pytest.mark.parametrize("sizes", [[7] * 19, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6]])
 @pytest.mark.parametrize(
     "otherwise",
-    [{"drop_remainder": True}, {"personal_epochs": 1}, {"proximal": 0.8}, ADAM],
-    ids=lambda given: next(iter(given)),
+    [{"drop_remainder": True}, {"personal_epochs": 1}, {"proximal": 0.8}, ADAM, CLIPPED],
+    ids=["drop_remainder", "personal_epochs", "proximal", "adam", "optax"],
 )
 def test_rounds_agree_with_plain_loops_for_other_training(sizes, otherwise):
     rates = {"learning_rate": None, "decay": 1.0} if "optimizer" in otherwise else {}

@@ -155,7 +155,7 @@ def test_bits_of_many_layers_cost_as_much_as_one():
 
 def test_calibration_keeps_the_epsilon_with_layers():
     mechanism = calibrate(MECHANISM, {"group 1": 2.0}, 100, 1e-5, "rdp")
-    assert 1.98 <= epsilon(mechanism, 100, 1e-5)["group 1"] <= 2.0
+    assert 1.98 <= epsilon(mechanism, 100, 1e-5, "rdp")["group 1"] <= 2.0
 
 
 def test_baselines_keep_the_layers():

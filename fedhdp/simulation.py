@@ -356,7 +356,8 @@ class Simulation:
     def state_arrays(self) -> StateArrays:
         """The state as named arrays; large ones are functions that compute them, to be called before the next round."""
         arrays: StateArrays = {f"server_{i}": np.asarray(a) for i, a in enumerate(jax.tree.leaves(self.server_state))}
-        arrays = {**arrays, "round": np.array(self.round), "participated_K": self.participated_K.copy()}
+        clients_K = {"participated_K": self.participated_K.copy(), "group_K": self.group_K}
+        arrays = {**arrays, **clients_K, "round": np.array(self.round)}
         if self.store is None:
             return arrays
         return {**arrays, **self.store.state_arrays(np.flatnonzero(self.participated_K))}
@@ -372,6 +373,8 @@ class Simulation:
         same_shapes = [leaf.shape for leaf in saved] == [leaf.shape for leaf in leaves]
         if not same_shapes or len(arrays["participated_K"]) != self.data.num_clients:
             raise RunError("the checkpoint is of another model, mechanism, server optimizer or data set", "checkpoint")
+        if not np.array_equal(arrays["group_K"], self.group_K):
+            raise RunError("the checkpoint has clients in other groups", "checkpoint")
         self.wait()
         self.participated_K = np.array(arrays["participated_K"])
         if self.store is not None:

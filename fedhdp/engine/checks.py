@@ -36,6 +36,8 @@ def check_data(data: FederatedData, model: Model) -> None:
         ids = data.ids.tolist()
         twice = next(client for client, count in Counter(ids).items() if count > 1)
         _refuse_data("client_ids", twice, "different for each client")
+    if data.input_scale is not None and not 0 < abs(data.input_scale) < np.inf:
+        _refuse_data("input_scale", data.input_scale, "finite and not 0, or None")
     if len(data.server_x_N) != len(data.server_y_N):
         _refuse_data("server_x_N", len(data.server_x_N), f"as many as server_y_N, {len(data.server_y_N)}")
     parts = [(part.x_N, part.y_N) for part in (data.train, data.test) if isinstance(part, Examples)]

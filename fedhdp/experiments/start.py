@@ -96,6 +96,7 @@ class StartCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         costs: The rounds of it and of the runs before it by group, to compose; None where they cannot be composed.
         obstacle: Why they cannot be composed.
         clients_sha256: The checksum of its clients and their groups.
+        repeatable: Whether its noise came from a seed, so that it was not private.
     """
 
     run: str
@@ -106,12 +107,15 @@ class StartCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     costs: dict[str, list[PrivacyCost]] | None = None
     obstacle: str = ""
     clients_sha256: str | None = None
+    repeatable: bool = False
 
     def notes(self, costs: Costs, experiment: Experiment, directory: Path) -> list[str]:
         """What a table says of a run in this directory with these costs."""
         spent = ", ".join(f"ε {name} = {_text(epsilon)}" for name, epsilon in self.epsilons.items())
         bases = "; ".join(f"{name}: {basis}" for name, basis in self.bases.items())
         notes = [f"began with the global model of {self.run} ({self.variant}), which had cost {spent} ({bases})"]
+        if self.repeatable:
+            notes.append(f"{self.run} was repeatable, and therefore not private: these epsilons are as if it were not")
         obstacle = self.obstacle
         if not obstacle and self.clients_sha256 != clients_checksum(directory):
             obstacle = "the clients or their groups differ"
@@ -162,7 +166,7 @@ def _start_cost(experiment: Experiment, start: StartFrom) -> StartCost:
     result = _result(find_variant(start.run, start.variant))
     epsilons = {group.name: group.epsilon for group in result.groups}
     bases = {group.name: group.epsilon_basis for group in result.groups if group.epsilon_basis is not None}
-    cost = StartCost(start.run, start.variant, start.sha256, epsilons, bases)
+    cost = StartCost(start.run, start.variant, start.sha256, epsilons, bases, repeatable=result.repeatable)
     try:
         costs = _costs(experiment, start, result)
         return replace(cost, costs=costs, clients_sha256=clients_checksum(Path(start.run)))

@@ -85,7 +85,9 @@ class GroupConfig(PrivacyLevel, frozen=True, forbid_unknown_fields=True):
     @property
     def size(self) -> int | float | tuple[str, ...] | None:
         """The clients as a count, a share as a float, or ids; None: those whose level has the group's name."""
-        return tuple(map(str, self.clients)) if isinstance(self.clients, tuple) else self.clients or self.share
+        if self.share is not None:
+            return float(self.share)
+        return tuple(map(str, self.clients)) if isinstance(self.clients, tuple) else self.clients
 
     @property
     def count(self) -> int | None:

@@ -34,6 +34,8 @@ def fewer_clients(part):
         ("inputs", {"server_x_N": DATA.server_x_N.astype(np.float32), "input_scale": None}),
         ("inputs", {"server_x_N": DATA.server_x_N.astype(str)}),
         ("server_x_N", {"server_x_N": DATA.server_x_N[1:]}),
+        ("input_scale", {"input_scale": 0.0}),
+        ("input_scale", {"input_scale": np.nan}),
     ],
 )
 def test_data_that_does_not_fit_is_refused(field, changes):

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from simulations import MODEL, TRAINING
 
 from fedhdp.engine.groups import client_groups
-from fedhdp.errors import DataError
+from fedhdp.errors import DataError, RunError
 from fedhdp.mechanism import Mechanism
 from fedhdp.simulation import Simulation
 
@@ -31,8 +31,8 @@ def test_levels_and_not_positions_make_groups():
 
 
 @given(st.permutations(range(CLIENTS)))
-def test_client_keeps_its_level_in_any_order(order):
-    """A level given to a client by its position in an array."""
+def test_level_given_to_a_client_by_its_position_in_an_array(order):
+    """In any order of the clients, each keeps its level."""
     ids = np.array([f"client {k}" for k in range(CLIENTS)])
     mechanism = Mechanism((OPEN, STRICT), clip=1.0)
     data = DATA._replace(client_ids=ids[order]).with_levels(LEVELS[order])
@@ -87,6 +87,14 @@ def test_cohorts_and_pulls_follow_the_levels():
     simulation = Simulation(DATA.with_levels(LEVELS), MODEL, Mechanism(groups, clip=1.0), TRAINING, noise_seed=0)
     assert simulation.draw_cohort(0).tolist() == list(range(58, 80))
     np.testing.assert_array_equal(simulation.group_K, np.repeat([1, 0], [58, 22]))
+
+
+def test_checkpoint_of_other_groups_is_refused(tmp_path):
+    mechanism = Mechanism((OPEN, STRICT), clip=1.0)
+    Simulation(DATA.with_levels(LEVELS), MODEL, mechanism, TRAINING).save(tmp_path / "checkpoint.npz")
+    Simulation(DATA.with_levels(LEVELS), MODEL, mechanism, TRAINING).load(tmp_path / "checkpoint.npz")
+    with raises_field("checkpoint", RunError):
+        Simulation(DATA.with_levels(LEVELS[::-1]), MODEL, mechanism, TRAINING).load(tmp_path / "checkpoint.npz")
 
 
 def test_mechanisms_of_later_rounds_have_the_same_groups():

@@ -150,6 +150,11 @@ def test_sizes_out_of_range(fields, field):
         GroupConfig("open", sampling_rate=0.1, noise_multiplier=0.0, **fields)
 
 
+def test_a_share_of_1_is_everybody():
+    assert GroupConfig("all", sampling_rate=0.1, noise_multiplier=1.0, share=1).size == 1.0
+    assert isinstance(GroupConfig("all", sampling_rate=0.1, noise_multiplier=1.0, share=1).size, float)
+
+
 def test_account_loads_the_data_only_where_it_must(tmp_path):
     experiment = experiment_of(tmp_path, {}, {})
     (tmp_path / "own.toml").write_text(to_toml(experiment))

@@ -59,6 +59,7 @@ def test_costs_of_both_are_composed(first, tmp_path):
     assert result.groups[1].epsilon < both
     assert f"ε private = {math.ceil(both * 1000) / 1000:.3f}" in private_note(result, "both together")
     assert "ε opted out = ∞" in private_note(result, "had cost")
+    assert private_note(result, "repeatable")
     third = small(tmp_path / "second", start_from=str(tmp_path / "second"))
     [result] = run(third, tmp_path / "third", keep_going).variants
     all_three = compose([cost] * 3, experiment.delta, experiment.run_accountant)

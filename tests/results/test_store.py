@@ -13,8 +13,8 @@ import pytest
 
 import fedhdp
 from fedhdp.errors import RunError
+from fedhdp.results import files, store
 from fedhdp.results import provenance as provenance_module
-from fedhdp.results import store
 from fedhdp.results.provenance import provenance
 from fedhdp.results.schema import GroupResult, MetricRow, VariantResult
 from fedhdp.results.store import DamagedRunError, RunDirectory, RunInfo, VariantDirectory, read_value, write_value
@@ -151,12 +151,13 @@ def test_provenance_of_a_checkout(tmp_path, monkeypatch):
     assert uncached() == (version, None, None)
 
 
-def test_store_works_without_fcntl(tmp_path, monkeypatch):
+def test_files_are_written_without_fcntl(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "fcntl", None)
-    spec = importlib.util.spec_from_file_location("portable_store", store.__file__)
+    spec = importlib.util.spec_from_file_location("portable_files", files.__file__)
     portable = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "portable_store", portable)  # where types of fields are looked up
     spec.loader.exec_module(portable)
     assert portable.fcntl is None
-    with portable.RunDirectory.create(tmp_path / "run", b"") as run:
-        assert run.id.startswith("run-")
+    with open(tmp_path / ".lock", "w") as file:
+        portable.lock_file(file)
+    portable.write_value(tmp_path / "value.json", [1])
+    assert portable.read_value(tmp_path / "value.json", list) == [1]

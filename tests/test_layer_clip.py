@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from fedhdp.algorithms import local_only, non_private
 from fedhdp.mechanism import AdaptiveClip, LayerClip, Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import epsilon, privacy_costs
-from fedhdp.privacy.calibration import calibrate
+from fedhdp.privacy.calibration import calibrate, weight_of_own_noise
 from fedhdp.server import Layers, Sums, clip_and_sum, dense_updates, make_layers, private_mean
 
 SIZES = {"a/b": 5, "a/w": 60, "c": 1, "d.weight": 30, "d.bias": 4}  # paths, as those of a model
@@ -151,6 +151,16 @@ def test_bits_of_many_layers_cost_as_much_as_one():
     assert replace(of_many, clip=replace(many, bit_noise_stddev=least * 1.01)).effective_noise_multiplier(group) >= 1.5
     with raises_field("bit_noise_stddev"):
         replace(of_many, clip=replace(many, bit_noise_stddev=least * 0.99))
+
+
+def test_weight_of_a_group_s_own_noise_is_that_of_the_flat_clip():
+    groups = PrivacyGroup("mild", 300, 0.6, 0.1, weight=0.2), PrivacyGroup("strict", 200, 2.0, 0.1, weight=0.2)
+    for clip in (1.0, LayerClip({"a": 0.3, "b": 2.0}, learning_rate=0.0)):
+        mechanism = Mechanism(groups, clip)
+        weight = weight_of_own_noise(mechanism, groups[0])
+        assert weight == pytest.approx(0.2 * 2.0 / 0.6, rel=1e-4)
+        own = replace(mechanism, groups=(replace(groups[0], weight=weight * 1.001), groups[1]))
+        assert own.effective_noise_multiplier(own.groups[0]) == pytest.approx(0.6, rel=2e-3)
 
 
 def test_calibration_keeps_the_epsilon_with_layers():

@@ -88,8 +88,8 @@ if __name__ == "__main__":
     for name, rows in zip(mechanisms, simulation.evaluate(), strict=True):
         print(f"{name} weights")
         for row in rows:
-            if row.metric in ("right_to_a_day", "mean_squared_error"):
-                print(f"  {row.group:8} {row.model:9} {row.metric:19} {row.value:.3f}")
+            if row.metric == "right_to_a_day":
+                print(f"  {row.group:8} {row.model:9} {row.value:.3f}")
 
     # Each clinic's values, and a personal model as a function.
     scores = simulation.client_scores()

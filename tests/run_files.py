@@ -38,7 +38,7 @@ def write_run(directory: Path, seed: int = 0, variants: tuple[Variant, ...] | No
         for group in mechanism.groups:
             epsilon = math.inf if group.name == "opted out" else 8.0
             result = GroupResult(group.name, group.clients, epsilon == math.inf, 1.0, 0.3, group.weight, group.pull)
-            result.epsilon, result.rounds = epsilon, 12
+            result.epsilon, result.epsilon_target, result.rounds = epsilon, epsilon, 12
             groups.append(result)
         result = VariantResult(variant.name, variant.algorithm, 12, 1.0, False, groups)
         result.values = {"global/accuracy": accuracy}

@@ -136,11 +136,11 @@ def _account_named(name: str, rounds: int | None, delta: float | None, tuning: T
             raise ConfigError(message, "--tuning-trials", tuning.trials)
         _account_app(Deployment.from_app(path, **changes), json)
     else:
-        from fedhdp.experiments import EXPERIMENTS, expand
+        from fedhdp.experiments import EXPERIMENTS, expand, with_options
         from fedhdp.experiments.config import find
 
         name = str(path / EXPERIMENT_FILE) if path.is_dir() else name  # the directory of a run
-        experiments = expand(msgspec.structs.replace(find(name, EXPERIMENTS), **changes))
+        experiments = expand(with_options(find(name, EXPERIMENTS), changes))
         if json and len(experiments) > 1:
             message = f"--json is of one experiment, and the sweep of {name} makes {len(experiments)}"
             raise ConfigError(message, "--json", len(experiments))

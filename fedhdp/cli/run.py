@@ -108,12 +108,10 @@ def run(
 
 def _experiment(name: str, changes: dict[str, Any], out: Path | None) -> tuple[Experiment, Path]:
     """The experiment with the options of the command line, and the directory for its results."""
-    import msgspec
-
-    from fedhdp.experiments import EXPERIMENTS, find
+    from fedhdp.experiments import EXPERIMENTS, find, with_options
     from fedhdp.results import slug
 
-    experiment = msgspec.structs.replace(find(name, EXPERIMENTS), **changes)
+    experiment = with_options(find(name, EXPERIMENTS), changes)
     if experiment.ledger is not None and not Path(experiment.ledger).exists():
         error_console().print(f"{experiment.ledger}: a new ledger", soft_wrap=True)
     return experiment, out or Path("runs") / f"{slug(experiment.name)}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -1,4 +1,4 @@
-"""Datasets as `FederatedData`: ``load_*`` reads the data directory, ``make_*`` generates."""
+"""Datasets as `FederatedData`: ``load_*`` reads the data directory or a file, ``make_*`` generates."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from fedhdp.datasets.regression import make_linear_regression as make_linear_regression
     from fedhdp.datasets.regression import make_point_estimation as make_point_estimation
     from fedhdp.datasets.splits import Split as Split
+    from fedhdp.datasets.tables import load_npz as load_npz
+    from fedhdp.datasets.tables import load_table as load_table
 
 # A name is imported when it is first used: only the generated handwriting needs JAX.
 _MODULES = {
@@ -27,6 +29,7 @@ _MODULES = {
     "mnist": ("load_mnist",),
     "regression": ("make_linear_regression", "make_point_estimation"),
     "splits": ("Split",),
+    "tables": ("load_npz", "load_table"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [*_MODULE_OF]

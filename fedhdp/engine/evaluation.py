@@ -78,7 +78,7 @@ class Evaluation:
             return {}
         values: dict[str, np.ndarray] = {}
         for model, theta_RP in models.items():
-            value_RQ = np.array([self._of_server(theta_P, count) for theta_P in theta_RP])
+            value_RQ = np.array([self._of_server(theta_RP[r], count) for r in range(len(theta_RP))])
             values |= {f"{model}/{metric.name}": value_RQ[:, q] for q, metric in enumerate(self.metrics)}
         return values
 

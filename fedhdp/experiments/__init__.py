@@ -8,7 +8,7 @@ from fedhdp.experiments.extension import extend
 from fedhdp.experiments.folder import RunFolder
 from fedhdp.experiments.presets import EXPERIMENTS, plan_experiment
 from fedhdp.experiments.runner import read_experiment, resume, run, run_or_resume, with_seeds
-from fedhdp.experiments.sweep import expand
+from fedhdp.experiments.sweep import expand, with_options
 
 __all__ = [
     "EXPERIMENTS",
@@ -28,5 +28,6 @@ __all__ = [
     "run",
     "run_or_resume",
     "to_toml",
+    "with_options",
     "with_seeds",
 ]

@@ -72,6 +72,19 @@ def expand(experiment: Experiment) -> dict[str, Experiment]:
     return experiments
 
 
+def with_options(experiment: Experiment, options: Mapping[str, Any]) -> Experiment:
+    """The experiment with other values of fields, which its sweep must leave alone.
+
+    Raises:
+        ConfigError: If a field is swept, or a value is out of range.
+    """
+    for name, value in options.items():
+        if name in experiment.sweep:
+            swept = experiment.sweep[name]
+            raise ConfigError(f"{name} = {value!r} is given, and the sweep has {name} = {swept!r}", name, value)
+    return replace(experiment, **options)
+
+
 def changes(experiment: Experiment) -> dict[str, Point]:
     """What each of a sweep's experiments changes, by the names of `expand`."""
     if not experiment.sweep:

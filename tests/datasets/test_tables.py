@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import raises_field
 
-from fedhdp.datasets.tables import load_npz, load_table
+from fedhdp.datasets import load_npz, load_table
 from fedhdp.errors import FedHDPError
 
 CSV = """clinic,privacy,age,sex,sick

@@ -10,6 +10,7 @@ from helpers import raises_field
 
 from fedhdp.errors import ConfigError
 from fedhdp.experiments import Experiment, find, from_toml, to_toml
+from fedhdp.experiments.runner import _batches
 from fedhdp.experiments.sweep import MAX_VARIANTS, changes, expand
 from fedhdp.optimizers import OptimizerConfig
 from fedhdp.server import ServerOptimizer
@@ -125,6 +126,26 @@ def test_paths_are_relative_to_the_file(tmp_path):
 def test_bad_sweeps_are_refused(key, values, field):
     with raises_field(field, ConfigError):
         expand(tiny(sweep={key: values}))
+
+
+def test_variants_of_a_sweep_share_a_simulation():
+    sweep = {WEIGHT: [0.01, 0.1], "mechanism.groups.private.epsilon": [2.0, 8.0], "mechanism.groups.*.pull": [0.1, 1.0]}
+    [experiment] = expand(tiny(sweep=sweep)).values()
+    mechanisms = experiment.variant_mechanisms(experiment.build_mechanism())
+    batches = _batches(experiment, mechanisms, experiment.model.build(784, 10))
+    assert len(mechanisms) == 12
+    assert [sorted(batch) for batch in batches] == [list(range(12))]
+
+
+@pytest.mark.parametrize("command_line", ["run", "account"])
+def test_swept_option_is_refused(command_line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "mine.toml"
+    path.write_text(TINY.read_text() + "[sweep]\nrounds = [1, 2]\n")
+    done = command(command_line, path, "--rounds", 5)
+    assert (done.code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "rounds = 5" in done.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.toml"]
 
 
 def test_bad_sweep_writes_nothing(tmp_path):

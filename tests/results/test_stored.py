@@ -56,7 +56,8 @@ def test_csv_has_every_number(tmp_path):
     assert float(server["mean"]) == pytest.approx(0.105)
     assert float(server["half_interval"]) > 0
     assert server["seeds"] == "2"
-    assert [line["mean"] for line in lines if line["metric"] == "epsilon"][:2] == ["inf", "8.0"]
+    for metric in ("epsilon", "epsilon_target"):
+        assert [line["mean"] for line in lines if line["metric"] == metric][:2] == ["inf", "8.0"]
 
 
 def test_unfinished_run_shows_what_it_has(tmp_path):

@@ -7,6 +7,7 @@ import math
 import dp_accounting as dp
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from helpers import mechanism_of, raises_field
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from fedhdp.algorithms import local_only, non_private
 from fedhdp.mechanism import AdaptiveClip, LayerClip, Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import epsilon, privacy_costs
-from fedhdp.privacy.calibration import calibrate
+from fedhdp.privacy.calibration import calibrate, weight_of_own_noise
 from fedhdp.server import Layers, Sums, clip_and_sum, dense_updates, make_layers, private_mean
 
 SIZES = {"a/b": 5, "a/w": 60, "c": 1, "d.weight": 30, "d.bias": 4}  # paths, as those of a model
@@ -89,7 +90,7 @@ def test_epsilon_is_that_of_the_gaussian_queries(noise, learning_rate):
             signals[0] = math.sqrt(3) / (mechanism.update_noise_multiplier(group) * math.sqrt(3))
         rounds = dp.PoissonSampledDpEvent(0.1, dp.GaussianDpEvent(1 / math.hypot(*signals)))
         expected = dp.rdp.RdpAccountant().compose(rounds, 50).get_epsilon(1e-5)
-        assert epsilon(mechanism, 50, 1e-5)[group.name] == pytest.approx(expected, rel=2e-3)
+        assert epsilon(mechanism, 50, 1e-5, "rdp")[group.name] == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.parametrize("bit_noise_stddev", [None, 9.0])
@@ -152,9 +153,19 @@ def test_bits_of_many_layers_cost_as_much_as_one():
         replace(of_many, clip=replace(many, bit_noise_stddev=least * 0.99))
 
 
+def test_weight_of_a_group_s_own_noise_is_that_of_the_flat_clip():
+    groups = PrivacyGroup("mild", 300, 0.6, 0.1, weight=0.2), PrivacyGroup("strict", 200, 2.0, 0.1, weight=0.2)
+    for clip in (1.0, LayerClip({"a": 0.3, "b": 2.0}, learning_rate=0.0)):
+        mechanism = Mechanism(groups, clip)
+        weight = weight_of_own_noise(mechanism, groups[0])
+        assert weight == pytest.approx(0.2 * 2.0 / 0.6, rel=1e-4)
+        own = replace(mechanism, groups=(replace(groups[0], weight=weight * 1.001), groups[1]))
+        assert own.effective_noise_multiplier(own.groups[0]) == pytest.approx(0.6, rel=2e-3)
+
+
 def test_calibration_keeps_the_epsilon_with_layers():
     mechanism = calibrate(MECHANISM, {"group 1": 2.0}, 100, 1e-5, "rdp")
-    assert 1.98 <= epsilon(mechanism, 100, 1e-5)["group 1"] <= 2.0
+    assert 1.98 <= epsilon(mechanism, 100, 1e-5, "rdp")["group 1"] <= 2.0
 
 
 def test_baselines_keep_the_layers():
@@ -228,3 +239,11 @@ def test_clips_are_values():
     assert (reordered, hash(reordered)) == (CLIP, hash(CLIP))
     assert replace(MECHANISM, clip=reordered).layers == MECHANISM.layers
     assert replace(MECHANISM, clip={"layers": {"a": 0.3, "c": 1e-3, "d": 20}}) == MECHANISM
+
+
+def test_equal_layers_are_one_text():
+    """A ledger compares mechanisms as text, so the order in which layers were written must not matter."""
+    clips = LayerClip({"b": 1, "a": 0.5}), LayerClip({"a": 0.5, "b": 1.0})
+    assert msgspec.json.encode(clips[0]) == msgspec.json.encode(clips[1])
+    assert hash(clips[0]) == hash(clips[1])
+    assert replace(MECHANISM, clip=clips[0]).layers == ("a", "b")

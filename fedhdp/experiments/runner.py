@@ -19,7 +19,7 @@ from fedhdp.experiments.start import copy_start, read_start
 from fedhdp.experiments.sweep import expand
 from fedhdp.mechanism import Mechanism, ScheduledMechanism, mechanism_at
 from fedhdp.metrics import replace_metrics
-from fedhdp.models import Model, unname_parameters
+from fedhdp.models import Model, parameter_sizes, unname_parameters
 from fedhdp.privacy.accounting import privacy_costs
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results.loggers import check_installed
@@ -27,6 +27,7 @@ from fedhdp.results.provenance import provenance
 from fedhdp.results.schema import Summary
 from fedhdp.results.store import EXPERIMENT_FILE, SUMMARY_FILE, DamagedRunError, RunDirectory, read_value, write_value
 from fedhdp.rng import os_entropy
+from fedhdp.server import make_layers
 from fedhdp.simulation import Simulation
 
 
@@ -147,6 +148,7 @@ def run_variants(
             arrays, start_cost = read_start(directory.path)
             initial_model = unname_parameters(model, arrays, "start_from")
         mechanisms = experiment.variant_mechanisms(mechanism, data)
+        _check_layers(mechanisms, model)
         private = any(not group.opted_out for variant in mechanisms for group in mechanism_at(variant, 0).groups)
         if not private or experiment.ledger is not None:
             cohort_entropy = None
@@ -168,6 +170,15 @@ def run_variants(
     summary = Summary(experiment.name, sum(result.seconds for result in variants), variants, *provenance())
     write_value(directory.path / SUMMARY_FILE, summary)
     return summary
+
+
+def _check_layers(mechanisms: Sequence[ScheduledMechanism], model: Model) -> None:
+    """Refuse clips by layer that are not the model's, before any variant runs."""
+    import jax
+
+    sizes = parameter_sizes(jax.eval_shape(model.init, jax.random.key(0)))
+    for mechanism in mechanisms:
+        make_layers(mechanism_at(mechanism, 0), sizes)
 
 
 def _batches(experiment: Experiment, mechanisms: list[ScheduledMechanism], model: Model) -> list[list[int]]:

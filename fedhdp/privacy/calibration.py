@@ -278,7 +278,7 @@ def weight_of_own_noise(mechanism: Mechanism, group: PrivacyGroup) -> float:
         The weight; infinity where the mechanism adds no noise to the update.
     """
     require(not group.opted_out, "group", group.name, "one with noise")
-    noise = mechanism.update_noise_stddev
+    noise = mechanism.update_noise_stddev / mechanism.clip_l2_norm
     return noise / mechanism.update_noise_multiplier(group) if noise > 0 else math.inf
 
 

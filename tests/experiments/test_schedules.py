@@ -144,8 +144,8 @@ def test_clips_of_an_experiment_s_file(tmp_path):
     clips = [variant.clip for variant in summary.variants]
     assert [sorted(clip) if isinstance(clip, dict) else clip for clip in clips] == [["first", "rest"]] * 2 + [0.5]
     with raises_field("clip.layers"):
-        wrong = replace(experiment.mechanism, clip=LayerClip({"first": 0.3}))
-        run(replace(experiment, mechanism=wrong), tmp_path / "refused", keep_going)
+        flat, wrong = Variant("flat", clip=0.5), Variant("wrong", clip=LayerClip({"first": 0.3}))
+        run(replace(experiment, variants=(flat, wrong)), tmp_path / "refused", keep_going)
     assert not (tmp_path / "refused").exists()
     with raises_field("mechanism.clip.layers.first", ConfigError):
         from_toml(layered.replace("first = 0.3", "first = -0.3"), "bad.toml")

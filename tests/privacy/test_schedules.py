@@ -15,7 +15,7 @@ from fedhdp.mechanism import Mechanism, PrivacyGroup, mechanism_at
 from fedhdp.privacy.accounting import PrivacyCost, compose, composed_costs, epsilon, merge_costs, privacy_costs
 from fedhdp.privacy.budget import Budget, RunBilling
 from fedhdp.privacy.ledger import Ledger
-from fedhdp.privacy.reports import account_mechanisms
+from fedhdp.privacy.reports import account_mechanisms, rounds_allowed
 from fedhdp.privacy.tuning import Tuning
 
 MILD, STRICT = PrivacyGroup("mild", 300, 0.6, 0.1, weight=0.2), PrivacyGroup("strict", 200, 2.0, 0.1, weight=0.2)
@@ -147,6 +147,14 @@ def test_reports_compose_the_rounds():
     assert mild.rounds == 12
     assert mild.epsilon_tuned > reports[1].groups[0].epsilon_tuned * 0.999  # trials at the least noise of all
     assert reports[1].groups[0].epsilon == epsilon(BASE, 12, 1e-5, "rdp")["mild"]
+
+
+def test_rounds_that_a_budget_allows_follow_the_schedule(tmp_path):
+    budget = Budget(epsilon_of(ramp, 7), 1e-5)
+    with Ledger(tmp_path / "ledger") as ledger:
+        assert rounds_allowed(ledger, [ramp], {"mild": budget}, 20) == [{"mild": 7}]
+        assert rounds_allowed(ledger, [ramp], {"mild": budget}, 5) == [{"mild": 5}]
+    assert rounds_allowed(None, [weighted(0.2)], {"mild": budget}, 20)[0]["mild"] > 7
 
 
 def test_a_function_returns_a_mechanism():

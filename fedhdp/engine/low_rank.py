@@ -187,7 +187,7 @@ class LowRank:
         def squared_norm(A_MH: Array, gram_MM: Array) -> Array:
             squares = jnp.sum(A_MH * jnp.matmul(gram_MM, A_MH, precision=EXACT))
             # Where examples cancel, rounding could make the norm too small and the clip too weak: the bound is added.
-            factor = (2 * examples + 1 + math.sqrt(inputs + 1)) * 2.0**-24
+            factor = (2 * examples + inputs + 2) * 2.0**-24  # a sum of n products has at most n roundings
             return jnp.maximum(squares, 0.0) + factor * jnp.trace(gram_MM) * jnp.sum(A_MH**2)
 
         first_CR = jax.vmap(jax.vmap(squared_norm, (0, None)))(update_CR["A"], self.gram_CMM)

@@ -106,9 +106,8 @@ class Ledger(LedgerFile):
             self._check_promises(mechanism.groups)
             has_numbers = members is None or population is not None
             self._check_population(has_numbers, population)
-            self._admit_members(
-                mechanism, _numbered(mechanism) if members is None else members, has_numbers or admit_new
-            )
+            members = _numbered(mechanism) if members is None else members
+            self._admit_members(mechanism, members, has_numbers or admit_new, keeps_noise=not has_numbers)
             row = self._db.execute("SELECT mechanism, charged FROM runs WHERE name = ?", (run,)).fetchone()
             if row is None:
                 self._db.execute("INSERT INTO runs VALUES (?, ?, ?, 0)", (run, _now(), encoded))
@@ -291,8 +290,13 @@ class Ledger(LedgerFile):
         numbers = dict(self._db.execute("SELECT name, number FROM groups"))
         self._db.executemany("INSERT INTO clients VALUES (?, ?)", [(client, numbers[name]) for client, name in clients])
 
-    def _admit_members(self, mechanism: Mechanism, members: Mapping[str, str], admit_new: bool) -> None:
-        """Let a run have these clients, if each is in the group that the file has it in, or is new and may be."""
+    def _admit_members(
+        self, mechanism: Mechanism, members: Mapping[str, str], admit_new: bool, keeps_noise: bool
+    ) -> None:
+        """Let a run have these clients, if each is in the group that the file has it in, or is new and may be.
+
+        With ``keeps_noise`` no group that had noise in another run may have none.
+        """
         known, sizes = self.registrations(), {group.name: 0 for group in mechanism.groups}
         new: dict[str, list[str]] = {name: [] for name in sizes}
         for client, name in members.items():
@@ -308,9 +312,9 @@ class Ledger(LedgerFile):
                 new[name].append(client)
         noisy = {group.name for run in self.runs() for group in run.mechanism.groups if not group.opted_out}
         for group in mechanism.groups:
-            rule = f"above 0, as in other runs of {self.path}: clients registered for {group.name!r} with noise"
-            keeps_noise = admit_new or not group.opted_out or group.name not in noisy
-            require(keeps_noise, "noise_multiplier", group.noise_multiplier, rule)
+            rule = f"above 0, as in other runs of {self.path}: the clients of {group.name!r} chose noise"
+            has_noise = not group.opted_out or group.name not in noisy
+            require(has_noise or not keeps_noise, "noise_multiplier", group.noise_multiplier, rule)
             size = sizes[group.name]
             require(size == group.clients, f"clients of {group.name!r}", group.clients, f"its {size} members")
         self._add_clients([(client, name) for name, clients in new.items() for client in clients])

@@ -59,7 +59,7 @@ def test_norms_are_those_of_the_updates_and_never_too_small(data):
     update_CP, _, norm_C = train(model, training, chunk, LowRank)
     expected_C = np.linalg.norm(np.asarray(update_CP, np.float64), axis=1)
     assert (np.asarray(norm_C) >= expected_C * (1 - 1e-6)).all()
-    np.testing.assert_allclose(norm_C, expected_C, rtol=2e-3)
+    np.testing.assert_allclose(norm_C, expected_C, rtol=0.02)  # where examples cancel, else closer
 
 
 @pytest.mark.slow
@@ -76,6 +76,20 @@ def test_norm_covers_rounding_where_examples_cancel():
         written_out = low_rank.weighted_sum(jnp.ones(1), take(updates.update_CR, (slice(None), 0)))
         flat_P = np.asarray(ravel_pytree(written_out)[0], np.float64)
         assert float(updates.norm_CR[0, 0]) >= np.linalg.norm(flat_P)
+
+
+def test_norm_covers_rounding_of_nearly_constant_inputs():
+    """Each client has two examples of thousands of inputs that are nearly equal, so that roundings agree and add up."""
+    rng, inputs = np.random.default_rng(0), 5_000
+    value_C, gap_C = rng.uniform(0.1, 1, 300), 10.0 ** rng.uniform(-4.5, -2, 300)
+    example_CM = np.stack([value_C, value_C * (1 + gap_C)], axis=1).astype(np.float32)
+    model = linear(inputs, 1)
+    theta_R = take(model.init(jax.random.key(0)), None)
+    low_rank = LowRank(model, theta_R, np.zeros(0, int), jnp.asarray(example_CM)[..., None] * jnp.ones(inputs))
+    A_CRMH = jnp.broadcast_to(jnp.array([[1.0], [-1.0]]), (300, 1, 2, 1))
+    norm_C = low_rank.delta({"A": A_CRMH, "rest": {}}).norm_CR[:, 0]
+    expected_C = np.sqrt(inputs) * np.abs(np.diff(np.float64(example_CM), axis=1)[:, 0])
+    assert (np.asarray(norm_C) >= expected_C).all()
 
 
 LAYERS = Layers((1, 1, 0, 2), (8, 480, 3, 24))  # of the first layer, the output's bias and the output's weights
@@ -95,7 +109,7 @@ def test_norms_by_layer_are_those_of_the_updates_and_never_too_small(data):
             parts[layer].append(np.asarray(update_CP, np.float64)[:, columns])
         expected_CL = np.stack([np.linalg.norm(np.concatenate(of_layer, 1), axis=1) for of_layer in parts.values()], 1)
         assert (np.asarray(norm_CL) >= expected_CL * (1 - 1e-6)).all()
-        np.testing.assert_allclose(norm_CL, expected_CL, rtol=2e-3)
+        np.testing.assert_allclose(norm_CL, expected_CL, rtol=0.02)
 
 
 @pytest.mark.parametrize("kind", [LowRank, FullRank])

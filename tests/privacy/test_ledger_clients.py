@@ -96,6 +96,15 @@ def test_numbers_are_ids_in_their_population_alone(tmp_path, ledger):
         assert by_id.register("fay", "strict") == "strict"
 
 
+def test_a_level_with_noise_never_becomes_one_without(ledger):
+    """Its clients chose it as it was, and an epsilon without noise is infinite for good."""
+    ledger.begin("one", mechanism_of(open=2, strict=3), members=members_of("ososs"), admit_new=True)
+    silent = Mechanism((PrivacyGroup("open", 2, 1.0, 0.1), PrivacyGroup("strict", 3, 0.0, 0.1)), clip=1.0)
+    with raises_field("noise_multiplier"):
+        ledger.begin("two", silent, members=members_of("ososs"), admit_new=True)
+    assert [run.name for run in ledger.runs()] == ["one"]
+
+
 @pytest.mark.slow
 def test_a_million_clients(ledger):
     names = ["open"] * 50_000 + ["strict"] * 950_000

@@ -34,6 +34,8 @@ from fedhdp.rows import (
     share_or_arrays,
 )
 
+MAX_SCALE = 1e9  # of inputs, so that no integer becomes infinite: the engine relies on that
+
 
 class FederatedData(NamedTuple):
     """Every client's examples and the server's test set.
@@ -305,8 +307,13 @@ def check_values(data: FederatedData) -> None:
     """Refuse values that no model can take: NaN, infinity, and numbers beyond 32 bits. Streamed examples are not read.
 
     Raises:
-        DataError: If there is one among inputs or targets; it names the client by its id.
+        DataError: If there is one among inputs or targets; it names the client by its id. Or if the inputs' scale is out of
+            range.
     """
+    scale = data.input_scale
+    if scale is not None and not 0 < abs(scale) <= MAX_SCALE:
+        message = f"input_scale must be finite, not 0 and at most {MAX_SCALE:g}, got {scale}"
+        raise DataError(message, "input_scale", scale)
     server = Examples(data.server_x_N, data.server_y_N, np.zeros(1, int), np.array([len(data.server_y_N)]))
     parts = {"training": data.train, "test": data.test, "validation": data.validation, "server's test": server}
     for name, part in [(name, part) for name, part in parts.items() if isinstance(part, Examples)]:

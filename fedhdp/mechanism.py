@@ -149,10 +149,12 @@ class LayerClip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, clip in self.layers.items():
             require(bool(name) and name.isprintable(), "layers", name, "of printable names that are not empty")
             _require_clip(f"layers.{name}", clip)
+        ordered = {name: float(self.layers[name]) for name in sorted(self.layers)}  # one text for equal values
+        msgspec.structs.force_setattr(self, "layers", ordered)
         _require_clip_rule(self)
 
     def __hash__(self) -> int:
-        return hash((*sorted(self.layers.items()), self.quantile, self.learning_rate, self.bit_noise_stddev))
+        return hash((*self.layers.items(), self.quantile, self.learning_rate, self.bit_noise_stddev))
 
 
 if TYPE_CHECKING:
@@ -295,7 +297,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def layers(self) -> tuple[str, ...]:
         """The layers that are clipped one by one, in the order of their clips; none with a flat clip."""
-        return tuple(sorted(self.clip.layers)) if isinstance(self.clip, LayerClip) else ()
+        return tuple(self.clip.layers) if isinstance(self.clip, LayerClip) else ()
 
     @property
     def is_adaptive(self) -> bool:

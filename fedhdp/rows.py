@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -152,8 +153,16 @@ def client_ids(client: Any, field: str = "client") -> np.ndarray:
         raise DataError(f"{field} must be one id for each example, one or more, got the shape {shape}", field, shape)
     if ids_N.dtype.kind == "O":
         refuse_missing(ids_N, field)
-        is_number = all(isinstance(value, int | np.integer) for value in ids_N)
-        ids_N = ids_N.astype(np.int64 if is_number else str)
+        is_number_N = np.array([isinstance(value, NUMBER) for value in ids_N])
+        if all(isinstance(value, int | np.integer) for value in ids_N):
+            ids_N = ids_N.astype(np.int64)
+        elif is_number_N.any():  # 1, 1.0 and "1" would be one client or two
+            value = ids_N[is_number_N.argmax()]
+            raise DataError(
+                f"{field} must be all strings or all whole numbers, got {value!r} among others", field, value
+            )
+        else:
+            ids_N = ids_N.astype(str)
     if ids_N.dtype.kind == "S":
         ids_N = ids_N.astype(str)
     if ids_N.dtype.kind not in "iuU":
@@ -173,6 +182,9 @@ def levels_by_client(level: Any, ids: np.ndarray, client_N: np.ndarray) -> np.nd
         return None
     if isinstance(level, Mapping):
         level_of = {str(client): value for client, value in level.items()}
+        if len(level_of) < len(level):
+            (twice, _), *_ = Counter(map(str, level)).most_common(1)
+            raise DataError(f"level must name each client once, got {twice!r} as a number and as text", "level", twice)
         for client in level_of.keys() - set(ids.tolist()):
             raise DataError(f"level names client {client!r}, which has no examples", "level", client)
         level_K = np.array([level_of.get(client) for client in ids.tolist()], object)

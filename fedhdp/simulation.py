@@ -106,7 +106,7 @@ class Simulation:
         runs = list(dict.fromkeys(trainings))
         self.run_of = [runs.index(training) for training in trainings]  # each mechanism's run
         first_mechanisms = [mechanism_at(schedule, 0) for schedule in self.schedules]
-        self._group_sizes = first_mechanisms[0].group_sizes
+        self._group_sizes, self._layers = first_mechanisms[0].group_sizes, first_mechanisms[0].layers
         self.set_mechanisms(first_mechanisms)
         self._first_mechanisms, self._scheduled_round = self._mechanisms, 0
         self.group_K = client_groups(data, self.mechanism, seed)
@@ -164,12 +164,12 @@ class Simulation:
         Where mechanisms are functions of the round, for the next round.
 
         Raises:
-            InvalidValueError: If they are not as many, do not draw the same cohorts, or have other groups or runs.
+            InvalidValueError: If they are not as many, do not draw the same cohorts, or have other groups, layers or runs.
         """
         cohorts = {mechanism.cohort_distribution for mechanism in mechanisms}
         require(len(cohorts) == 1, "mechanisms", len(cohorts), "such that all draw the same cohorts")
         layers = {mechanism.layers for mechanism in mechanisms}
-        require(len(layers) == 1, "mechanisms", len(layers), "such that all clip the same layers")
+        require(layers == {self._layers}, "mechanisms", sorted(layers), f"such that all clip the layers {self._layers}")
         require(len(mechanisms) == len(self.run_of), "mechanisms", len(mechanisms), f"{len(self.run_of)}, as there are")
         for mechanism in mechanisms:
             rule = f"of the groups {self._group_sizes}"  # the clients keep their groups

@@ -7,6 +7,7 @@ import math
 import dp_accounting as dp
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from helpers import mechanism_of, raises_field
@@ -238,3 +239,11 @@ def test_clips_are_values():
     assert (reordered, hash(reordered)) == (CLIP, hash(CLIP))
     assert replace(MECHANISM, clip=reordered).layers == MECHANISM.layers
     assert replace(MECHANISM, clip={"layers": {"a": 0.3, "c": 1e-3, "d": 20}}) == MECHANISM
+
+
+def test_equal_layers_are_one_text():
+    """A ledger compares mechanisms as text, so the order in which layers were written must not matter."""
+    clips = LayerClip({"b": 1, "a": 0.5}), LayerClip({"a": 0.5, "b": 1.0})
+    assert msgspec.json.encode(clips[0]) == msgspec.json.encode(clips[1])
+    assert hash(clips[0]) == hash(clips[1])
+    assert replace(MECHANISM, clip=clips[0]).layers == ("a", "b")

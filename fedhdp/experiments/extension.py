@@ -138,6 +138,9 @@ def _check_epsilons(
 ) -> None:
     """Refuse rounds after which a group without a budget has a larger epsilon than it asked for."""
     budgets = _budgets(extended)
+    if any(targets.values()) and not is_accounting_installed():
+        message = f"rounds = {extended.rounds}: epsilons need dp-accounting: pip install dp-accounting"
+        raise RunError(f"{message}; --allow-more-epsilon does without", "rounds", extended.rounds)
     for variant, mechanism in zip(extended.variants, mechanisms, strict=True):
         epsilons = _epsilons(extended, mechanism)
         for name, target in targets.get(variant.name, {}).items():

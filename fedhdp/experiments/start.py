@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from fedhdp.errors import ConfigError, FedHDPError, RunError
 from fedhdp.privacy.accounting import (
+    LEDGER_ACCOUNTANT,
     PrivacyCost,
     compose,
     format_epsilon,
@@ -125,10 +126,16 @@ class StartCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return notes
         together = []
         for name, before in self.costs.items():
-            delta, accountant = experiment.delta_of(name), experiment.run_accountant
-            total = compose([*before, *costs[name]], delta, accountant)
+            delta = experiment.delta_of(name)
+            total = compose(
+                [*before, *costs[name]], delta, LEDGER_ACCOUNTANT
+            )  # the run was chosen after the other's end
             together.append(f"ε {name} = {_text(total)} at delta {delta:g}")
-        return [*notes, f"both together: {', '.join(together)}; the epsilons of this table are of this run alone"]
+        accountant = f"by {LEDGER_ACCOUNTANT.upper()}"
+        return [
+            *notes,
+            f"both together, {accountant}: {', '.join(together)}; the table's epsilons are of this run alone",
+        ]
 
 
 def clients_checksum(directory: Path) -> str | None:
@@ -188,6 +195,8 @@ def _costs(experiment: Experiment, start: StartFrom, result: VariantResult) -> C
     """
     from fedhdp.experiments.runner import read_experiment
 
+    if result.repeatable and not experiment.repeatable:
+        raise RunError("the earlier run's noise came from a seed, so that it is not private")
     previous = read_experiment(Path(start.run))
     if previous.population != experiment.population:
         raise RunError(f"the populations differ ({previous.population}; {experiment.population})")

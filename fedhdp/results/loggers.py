@@ -176,6 +176,7 @@ class WandB(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
         import wandb
 
         name = f"{variant.run}/{variant.name}"
+        output = {} if self.client_metrics else {"console": "off"}  # the terminal shows what clients measure
         run = wandb.init(
             project=self.project or slug(variant.experiment),
             entity=self.entity,
@@ -185,6 +186,7 @@ class WandB(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
             config=variant.config,
             resume="allow",
             reinit="create_new",
+            settings=output,
         )
         return LogRun(
             lambda round, values: run.log(values, step=round),

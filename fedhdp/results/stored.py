@@ -97,7 +97,8 @@ class StoredRun:
         self.experiment = str(raw.get("name", path.name))
         self.seeds = {key: raw[key] for key in SEEDS if key in raw}
         self.identity = repr({key: raw[key] for key in sorted(raw) if key not in SEEDS})
-        self.settings = flatten({key: raw[key] for key in raw if key not in (*SEEDS, *NAMES, "variants")})
+        settings = flatten({key: raw[key] for key in raw if key not in (*SEEDS, *NAMES, "variants")})
+        self.settings = {key: value for key, value in settings.items() if not key.endswith(".sha256")}
         self._changes = {row["name"]: row for row in raw.get("variants", ())}
         self._is_extended = (path / RUN_FILE).exists() and bool(read_value(path / RUN_FILE, RunInfo).extensions)
         results = self._results()

@@ -132,6 +132,13 @@ def test_from_arrays_finds_them():
     assert "'a'" in str(error.value)
 
 
+@pytest.mark.parametrize("scale", [np.nan, np.inf, 1e38, 0.0])
+def test_no_scale_makes_integers_infinite(scale):
+    """The engine takes integers to be finite: 0 · infinity of a client whose update is refused would be in the sum."""
+    with raises_field("input_scale", DataError):
+        check_data(tiny_data([3, 4, 5])._replace(input_scale=scale), mlp(12, 5, 3))
+
+
 def test_ids_differ():
     data = tiny_data([3, 4, 5])
     for ids in (["a", "b", "a"], ["a", "b"]):

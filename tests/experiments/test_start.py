@@ -55,15 +55,20 @@ def test_costs_of_both_are_composed(first, tmp_path):
     [result] = run(experiment, tmp_path / "second", keep_going).variants
     mechanism = experiment.build_mechanism()
     cost = privacy_costs(mechanism, 2)["private"]
-    both = compose([cost, cost], experiment.delta, experiment.run_accountant)
+    both = compose([cost, cost], experiment.delta, "rdp")  # valid for a run that was chosen after another
     assert result.groups[1].epsilon < both
     assert f"ε private = {math.ceil(both * 1000) / 1000:.3f}" in private_note(result, "both together")
     assert "ε opted out = ∞" in private_note(result, "had cost")
     assert private_note(result, "repeatable")
     third = small(tmp_path / "second", start_from=str(tmp_path / "second"))
     [result] = run(third, tmp_path / "third", keep_going).variants
-    all_three = compose([cost] * 3, experiment.delta, experiment.run_accountant)
+    all_three = compose([cost] * 3, experiment.delta, "rdp")
     assert f"ε private = {math.ceil(all_three * 1000) / 1000:.3f}" in private_note(result, "both together")
+
+
+def test_a_run_whose_noise_came_from_a_seed_is_not_composed_with_a_private_one(first, tmp_path):
+    [result] = run(small(first, rounds=1, noise_seed=None), tmp_path / "run", keep_going).variants
+    assert "not private" in private_note(result, "not composed")
 
 
 def test_other_members_are_not_composed(first, tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.mechanism import AdaptiveClip, LayerClip, Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import compose, default_accountant, privacy_costs, rounds_left
 from fedhdp.privacy.budget import Budget, BudgetExhausted, RunBilling
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig, explain_surplus, weight_of_own_noise
@@ -96,7 +96,7 @@ COVERED = Mechanism(
 
 
 @pytest.mark.parametrize("weight", [0.002, 0.0, 1e-9])
-@pytest.mark.parametrize("clip", [AdaptiveClip(0.5), 1.0])
+@pytest.mark.parametrize("clip", [AdaptiveClip(0.5), 1.0, LayerClip({"a": 0.5, "b": 1.0, "c": 2.0, "d": 1.0})])
 def test_the_weight_of_own_noise_uses_all_of_it(weight, clip):
     open_group, relaxed, strict = COVERED.groups
     relaxed = replace(relaxed, weight=weight)

@@ -127,6 +127,8 @@ def test_wandb_gets_clients_metrics_only_if_asked_for(monkeypatch, tmp_path, cli
     config = CONFIG if client_metrics else without_ids(CONFIG)
     assert [(start["project"], start["config"]) for start in run.starts] == [("hospitals", config)] * 2
     assert (config["mechanism"]["groups"][0]["clients"] == 2) != client_metrics
+    silent = [start["settings"].get("console") == "off" for start in run.starts]  # the terminal shows clients' metrics
+    assert silent == [not client_metrics] * 2
 
 
 def test_a_server_test_set_of_clients_examples_is_clients_data(monkeypatch, tmp_path):

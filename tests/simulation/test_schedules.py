@@ -9,7 +9,7 @@ from helpers import raises_field
 from msgspec.structs import replace
 from simulations import CHOSEN, MODEL, TRAINING, same, same_server, trained
 
-from fedhdp.mechanism import AdaptiveClip, Mechanism
+from fedhdp.mechanism import AdaptiveClip, LayerClip, Mechanism
 from fedhdp.privacy.accounting import compose, composed_costs
 from fedhdp.simulation import Simulation, simulate, simulate_many
 
@@ -94,3 +94,16 @@ def fewer(mechanism: Mechanism) -> Mechanism:
 def test_what_may_not_change_is_refused(data, field, changed):
     with raises_field(field):
         trained(data, lambda round: changed if round == 1 else CHOSEN, rounds=2)
+
+
+@pytest.mark.parametrize("clip", [0.3, LayerClip({"first": 0.3, "rest": 0.3})])
+def test_layers_stay_those_of_the_compiled_round(data, clip):
+    """The noise of a flat clip is too little for updates that are clipped layer by layer."""
+    layered, flat = (
+        replace(CHOSEN, clip=LayerClip({"first": 0.3, "rest/b": 0.3, "rest/w": 0.3})),
+        replace(CHOSEN, clip=clip),
+    )
+    simulation = Simulation(data, MODEL, layered, TRAINING)
+    with raises_field("mechanisms"):
+        simulation.set_mechanisms([flat])
+    assert simulation.mechanism == layered

@@ -10,6 +10,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from fedhdp.algorithms import ALGORITHMS
+from fedhdp.devices import use_cpu_cores
 from fedhdp.errors import require
 from fedhdp.mechanism import MAX_VALUE, MIN_WEIGHT, Mechanism
 from fedhdp.optimizers import ScheduleConfig, as_schedule
@@ -78,4 +79,5 @@ def _block(schedule: ScheduleConfig, number: int) -> np.ndarray:
     import jax
     import jax.numpy as jnp
 
+    use_cpu_cores()  # before JAX computes anything
     return np.asarray(jax.vmap(schedule.function())(number * BLOCK + jnp.arange(BLOCK)), float)

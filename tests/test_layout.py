@@ -18,9 +18,9 @@ PACKAGE = ROOT / "fedhdp"
 RULE = """
 cli → reproduction, flower → experiments → simulation, datasets, theory
 simulation → engine, results → privacy        adapters → models
-engine → client, server → models, metrics, optimizers, data, rng, devices        data → columns, examples → rows
+engine → client, server → models, metrics, optimizers, data, rng, devices
 theory → algorithms, privacy → mechanism        datasets → data, devices, mechanism        (privacy, theory, results: no JAX)
-client, server, algorithms → mechanism        models, metrics, optimizers, mechanism, rows, rng, devices → nothing but errors
+client, server, algorithms → mechanism        models, metrics, optimizers, mechanism, data, rng, devices → nothing but errors
 """  # a part may import what is to the right of an arrow, and what that may import
 
 

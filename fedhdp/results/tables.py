@@ -41,9 +41,10 @@ def table_cells(
     """Format a metric of results as the cells of a table, with the variance across clients in parentheses.
 
     Acc_g is the accuracy on the server's test set, if it has one, and Acc_avg that of the averaged model; another metric's
-    columns have its name. For each group follow the clients' means on their own data: with the global model (g), with their personal
-    models (l) and, where clients hold out data, with the pull that each chose (c). With two groups, Δ says by how much the
-    less private are better off than the more private. As in the paper, a variance of rates is that of fractions, times 100.
+    columns have its name. For each group follow the clients' means on their own data: with the global model (g), with their
+    personal models (l) and, where clients hold out data, with the pull that each chose (c). With two groups, Δ says by how
+    much the less private are better off than the more private. As in the paper, a variance of rates is that of fractions,
+    times 100.
 
     Args:
         variants: A row each; all have the same groups.

@@ -97,13 +97,11 @@ def _table(header: list[str], rows: list[list[str]], texts: int) -> Table:
 
 def legend(header: list[str]) -> str:
     """What the columns are."""
-    server = next(name for name in header if name.endswith("_g"))
-    parts = [f"{server}: the server's test set", "g and l: clients' own data, with the global and with personal models"]
+    parts = [f"{name}: the server's test set" for name in header if name.endswith("_g") and name[0] != "Δ"]
+    parts.append("g and l: clients' own data, with the global and with personal models")
     if any(name.startswith("c:") for name in header):
         parts.append("c: with the pull that each client chose")
-    averaged = server.removesuffix("_g") + "_avg"
-    if averaged in header:
-        parts.append(f"{averaged}: the averaged model")
+    parts += [f"{name}: the averaged model" for name in header if name.endswith("_avg")]
     return "; ".join(parts)
 
 

@@ -312,7 +312,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not variant.epsilons and sampling == self.mechanism.sampling:
             return mechanism
         config = replace(self.mechanism.with_epsilons(variant.epsilons), sampling=sampling)
-        return replace(self, mechanism=config).build_mechanism(data)
+        return replace(self, mechanism=config, accountant=self.run_accountant).build_mechanism(data)
 
     def _with_weights(self, data: FederatedData | None, mechanism: Mechanism, given: Iterable[str] = ()) -> Mechanism:
         """The mechanism with the theory's weights for groups that state none and are not among ``given``."""

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fedhdp.algorithms import local_only, non_private
-from fedhdp.mechanism import AdaptiveClip, LayerClip, Mechanism, PrivacyGroup
+from fedhdp.clips import AdaptiveClip, LayerClip
+from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import epsilon, privacy_costs
 from fedhdp.privacy.calibration import calibrate, weight_of_own_noise
 from fedhdp.server import Layers, Sums, clip_and_sum, dense_updates, make_layers, private_mean

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from fedhdp.clips import Clip, parse_clip
 from fedhdp.errors import require
-from fedhdp.mechanism import MAX_VALUE, SENSITIVITY, Clip, Mechanism, Noise, PrivacyGroup, Sampling, parse_clip
+from fedhdp.mechanism import MAX_VALUE, SENSITIVITY, Mechanism, Noise, PrivacyGroup, Sampling
 from fedhdp.privacy.accounting import (
     MIN_NOISE_MULTIPLIER,
     ROUNDING,

@@ -14,10 +14,10 @@ from msgspec.structs import replace
 
 from fedhdp.algorithms import ALGORITHM_NAMES, ALGORITHMS
 from fedhdp.client import LocalTraining
+from fedhdp.clips import AdaptiveClip
 from fedhdp.errors import ConfigError
 from fedhdp.experiments import EXPERIMENTS, Experiment, Variant, find, from_toml, to_toml
 from fedhdp.experiments.components import CnnConfig, HandwritingConfig, LinearConfig, MlpConfig, MnistConfig, PythonData
-from fedhdp.mechanism import AdaptiveClip
 from fedhdp.optimizers import OptimizerConfig
 from fedhdp.privacy.accounting import epsilon, gaussian_epsilon
 from fedhdp.privacy.budget import Budget

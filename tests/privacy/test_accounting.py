@@ -13,7 +13,8 @@ from privacy_helpers import LAYERS, mechanisms, one_group
 from scipy.stats import norm
 
 from fedhdp.algorithms import local_only
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.clips import AdaptiveClip
+from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import (
     PrivacyCost,
     compose,

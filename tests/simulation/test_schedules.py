@@ -9,7 +9,8 @@ from helpers import raises_field
 from msgspec.structs import replace
 from simulations import CHOSEN, MODEL, TRAINING, same, same_server, trained
 
-from fedhdp.mechanism import AdaptiveClip, LayerClip, Mechanism
+from fedhdp.clips import AdaptiveClip, LayerClip
+from fedhdp.mechanism import Mechanism
 from fedhdp.privacy.accounting import compose, composed_costs
 from fedhdp.privacy.budget import drop_groups
 from fedhdp.simulation import Simulation, simulate, simulate_many

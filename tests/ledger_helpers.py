@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fedhdp.clips import AdaptiveClip
 from fedhdp.mechanism import Mechanism, PrivacyGroup
-from fedhdp.privacy.accounting import privacy_costs
+from fedhdp.privacy.costs import privacy_costs
 from fedhdp.privacy.ledger import BudgetError, Ledger
 
 MECHANISM = Mechanism(

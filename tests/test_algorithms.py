@@ -20,7 +20,8 @@ from fedhdp.client import LocalTraining
 from fedhdp.clips import AdaptiveClip
 from fedhdp.mechanism import SENSITIVITY, Mechanism, PrivacyGroup
 from fedhdp.models import mlp
-from fedhdp.privacy.accounting import PrivacyCost, compose, privacy_cost
+from fedhdp.privacy.accounting import compose
+from fedhdp.privacy.costs import PrivacyCost, privacy_cost
 from fedhdp.server import ServerOptimizer, Sums, finish_round, initial_state
 from fedhdp.simulation import Simulation
 

@@ -10,17 +10,9 @@ import msgspec
 import numpy as np
 
 from fedhdp.mechanism import SERVER, Mechanism, PrivacyGroup
-from fedhdp.privacy.accounting import (
-    Accountant,
-    PrivacyCost,
-    compose,
-    composed_costs,
-    default_accountant,
-    is_accounting_installed,
-    make_report,
-    privacy_cost,
-)
+from fedhdp.privacy.accounting import Accountant, compose, default_accountant, is_accounting_installed, make_report
 from fedhdp.privacy.calibration import explain_surplus
+from fedhdp.privacy.costs import PrivacyCost, composed_costs, privacy_cost
 
 
 class MetricRow(NamedTuple):

@@ -15,7 +15,8 @@ from fedhdp.experiments import Experiment, Interrupted, Progress, Variant, from_
 from fedhdp.experiments.schedules import BLOCK, WeightSchedule, weight_at
 from fedhdp.mechanism import Mechanism, mechanism_at
 from fedhdp.optimizers import ScheduleConfig
-from fedhdp.privacy.accounting import compose, composed_costs
+from fedhdp.privacy.accounting import compose
+from fedhdp.privacy.costs import composed_costs
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results import read_arrays
 

@@ -11,8 +11,9 @@ from simulations import CHOSEN, MODEL, TRAINING, same, same_server, trained
 
 from fedhdp.clips import AdaptiveClip, LayerClip
 from fedhdp.mechanism import Mechanism
-from fedhdp.privacy.accounting import compose, composed_costs
+from fedhdp.privacy.accounting import compose
 from fedhdp.privacy.budget import drop_groups
+from fedhdp.privacy.costs import composed_costs
 from fedhdp.simulation import Simulation, simulate, simulate_many
 
 

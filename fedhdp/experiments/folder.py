@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+import numpy as np
+
 from fedhdp.devices import use_cpu_cores
 from fedhdp.errors import RunError
 from fedhdp.experiments.batch import Watch
@@ -59,6 +61,7 @@ class RunFolder:
         self._experiments = expand(experiment)
         use_cpu_cores()  # before the entropy, which processes share by JAX
         self._entropy = {entry.seed: os_entropy(4) for entry in entries}
+        self._attempted: set[str] = set()
         self._lock: IO[str] = open(path / LOCK_FILE, "w")  # noqa: SIM115 (closing it unlocks the directory)
         try:
             lock_file(self._lock)
@@ -133,12 +136,12 @@ class RunFolder:
         """Run one of the runs, or resume it; a finished one is read."""
         path = self.path / entry.path
         if (path / EXPERIMENT_FILE).exists():
-            return resume(path, watch, self._entropy[entry.seed])
+            return resume(path, watch, self._cohort_entropy(entry))
         name = entry.path.removesuffix(f"seed-{entry.seed}").strip("/")
         [experiment] = (
             with_seeds(self._experiments[name], [entry.seed]) if _is_seed(entry) else [self._experiments[name]]
         )
-        return run(experiment, path, watch, self._entropy[entry.seed])
+        return run(experiment, path, watch, self._cohort_entropy(entry))
 
     def extend(self, entry: RunEntry, rounds: int, watch: Watch, allow_more_epsilon: bool = False) -> Summary:
         """Run one of the runs until it has this many rounds (see `fedhdp.experiments.extend`).
@@ -152,7 +155,13 @@ class RunFolder:
                 f"rounds = {rounds}: {path} was not begun, and its noise would be another; resume {self.path} first"
             )
             raise RunError(message, "rounds", rounds)
-        return extend(path, rounds, watch, allow_more_epsilon, self._entropy[entry.seed])
+        return extend(path, rounds, watch, allow_more_epsilon, self._cohort_entropy(entry))
+
+    def _cohort_entropy(self, entry: RunEntry) -> np.ndarray | None:
+        """Words that pair the runs of a seed. A second attempt gets fresh ones: its rounds are charged as independent."""
+        is_first = entry.path not in self._attempted
+        self._attempted.add(entry.path)
+        return self._entropy[entry.seed] if is_first else None
 
     def write_tables(self) -> list[RepeatedRun]:
         """Write the combined table and the summary of the runs that are finished, and return these."""

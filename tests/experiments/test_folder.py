@@ -6,9 +6,11 @@ import pytest
 from experiment_helpers import keep_going, tiny
 from helpers import raises_field
 
+from fedhdp import simulation
 from fedhdp.errors import ConfigError, RunError
 from fedhdp.experiments import Experiment, Interrupted, Progress, RunFolder, run
 from fedhdp.results import DamagedRunError
+from fedhdp.results.store import VariantDirectory
 from fedhdp.results.stored import read_runs
 
 
@@ -35,22 +37,43 @@ def test_folder_has_runs_and_one_table(tmp_path):
     assert {"summary.json", "table.md", "table.csv"} <= {file.name for file in (tmp_path / "out").iterdir()}
 
 
-@pytest.mark.slow
-def test_experiments_of_a_sweep_draw_the_same_cohorts(tmp_path, monkeypatch):
-    cohorts = []
-    from fedhdp import simulation
-
+@pytest.fixture
+def cohorts(monkeypatch) -> list[list[int]]:
+    """The cohorts that simulations draw."""
+    drawn: list[list[int]] = []
     draw = simulation.Simulation.draw_cohort
 
     def record(self, round):
-        cohorts.append(draw(self, round).tolist())
+        drawn.append(draw(self, round).tolist())
         return draw(self, round)
 
     monkeypatch.setattr(simulation.Simulation, "draw_cohort", record)
+    return drawn
+
+
+@pytest.mark.slow
+def test_experiments_of_a_sweep_draw_the_same_cohorts(tmp_path, cohorts):
     with RunFolder.start(tmp_path / "out", small(noise_seed=None)) as folder:
         run_all(folder)
     assert cohorts[:2] == cohorts[2:]
     assert cohorts[0] != cohorts[1]
+
+
+@pytest.mark.slow
+def test_a_second_attempt_draws_other_cohorts(tmp_path, cohorts, monkeypatch):
+    """Rounds that run again are charged as independent ones, so their cohorts must be."""
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    with RunFolder.start(tmp_path / "out", small(noise_seed=None)) as folder:
+        with monkeypatch.context() as patch:
+            patch.setattr(VariantDirectory, "append_history", fail)
+            with pytest.raises(OSError, match="disk full"):
+                folder.run(folder.entries[0], keep_going)
+        folder.run(folder.entries[0], keep_going)  # from the checkpoint after the first round
+    _, first_attempt, second_attempt = cohorts
+    assert first_attempt != second_attempt
 
 
 def test_interrupted_folder_is_opened_again(tmp_path):

@@ -97,20 +97,21 @@ def _table(header: list[str], rows: list[list[str]], texts: int) -> Table:
 
 def legend(header: list[str]) -> str:
     """What the columns are."""
-    server = next(name for name in header if name.endswith("_g"))
-    parts = [f"{server}: the server's test set", "g and l: clients' own data, with the global and with personal models"]
-    if any(name.startswith("c:") for name in header):
+    letters = {name.partition(":")[0] for name in header if ":" in name}
+    names = {"_g": "the server's test set", "_avg": "the averaged model there"}
+    parts = [f"{name}: {text}" for name in header for end, text in names.items() if name.endswith(end)]
+    parts.append("g and l: clients' own data, with the global and with personal models")
+    if "a" in letters:
+        parts.append("a: with the averaged model")
+    if "c" in letters:
         parts.append("c: with the pull that each client chose")
-    averaged = server.removesuffix("_g") + "_avg"
-    if averaged in header:
-        parts.append(f"{averaged}: the averaged model")
     return "; ".join(parts)
 
 
 def plot(
     directories: Directories,
     x: Annotated[str, typer.Option(help="Key of the settings, such as weight or training.learning_rate; or round.")],
-    y: Annotated[str, typer.Option(help="The metric.")] = "accuracy",
+    y: Annotated[str | None, typer.Option(help="The metric. Default: the runs' first.")] = None,
     model: Annotated[str, typer.Option(help="Which model: global, personal, average or chosen.")] = "global",
     group: Annotated[
         list[str] | None, typer.Option(help="Whose data: a group, or server. Repeat it for a panel each.")
@@ -136,6 +137,7 @@ def plot(
         raise ConfigError(f"--out must end in {', '.join(PICTURES)}, got {str(out)!r}", "--out", str(out))
     require_matplotlib()
     runs = read_runs(directories)
+    y = runs[0].variants()[0][0].result.metrics[0].name if y is None else y
     lines = make_lines(runs, x, y, model, group or ())
     rounds = sorted({variant.result.rounds for run in runs for seeds in run.variants() for variant in seeds})
     names = ", ".join(dict.fromkeys(run.runs[0].experiment for run in runs))

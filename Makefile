@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test test-quick lint docs wheel install clean lock flower-demo bench
+.PHONY: run test test-quick lint docs wheel torch install clean lock flower-demo bench
 
 run: install
 	$(BIN)/fedhdp run $(ARGS)
@@ -31,6 +31,10 @@ docs: install  # into site/; a warning is an error
 
 wheel: install  # build a wheel, install it into an empty environment, and train two rounds with it
 	PYTHON=$(BIN)/python .ci/wheel
+
+torch: install  # PyTorch, for the examples that need it and their tests
+	$(BIN)/python -c "import torch" 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 
 install: .venv/installed
 

@@ -24,10 +24,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from fedhdp.client import LocalTraining
+from fedhdp.clips import AdaptiveClip
 from fedhdp.data import FederatedData, examples
 from fedhdp.datasets import tff_client_sizes
 from fedhdp.devices import use_cpu_cores
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.models import Model, cnn, mlp
 from fedhdp.simulation import Simulation
 

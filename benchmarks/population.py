@@ -28,9 +28,10 @@ def measure(clients: int, cohort: int, rounds: int, data: str, personal: bool) -
     import numpy as np
 
     from fedhdp.client import LocalTraining
+    from fedhdp.clips import AdaptiveClip
     from fedhdp.data import Examples, FederatedData, examples
     from fedhdp.datasets.handwriting import StreamedHandwriting, client_examples, make_handwriting, server_examples
-    from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+    from fedhdp.mechanism import Mechanism, PrivacyGroup
     from fedhdp.models import mlp
     from fedhdp.simulation import Simulation
 

@@ -17,9 +17,10 @@ import time
 import numpy as np
 
 from fedhdp.client import LocalTraining
+from fedhdp.clips import AdaptiveClip
 from fedhdp.data import FederatedData, examples
 from fedhdp.datasets import load_mnist, make_handwriting, tff_client_sizes
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.models import mlp
 from fedhdp.simulation import Simulation
 

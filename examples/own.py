@@ -14,8 +14,9 @@ import optax
 from msgspec.structs import replace
 
 from fedhdp.client import LocalTraining
+from fedhdp.clips import AdaptiveClip
 from fedhdp.data import FederatedData, examples
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.metrics import Metric
 from fedhdp.models import Model, squared_error
 from fedhdp.privacy.accounting import epsilon_reports

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from fedhdp.algorithms import local_only as local_only
     from fedhdp.algorithms import non_private as non_private
     from fedhdp.client import LocalTraining as LocalTraining
+    from fedhdp.clips import AdaptiveClip as AdaptiveClip
+    from fedhdp.clips import LayerClip as LayerClip
     from fedhdp.data import FederatedData as FederatedData
     from fedhdp.devices import use_cpu_cores as use_cpu_cores
-    from fedhdp.mechanism import AdaptiveClip as AdaptiveClip
-    from fedhdp.mechanism import LayerClip as LayerClip
     from fedhdp.mechanism import Mechanism as Mechanism
     from fedhdp.mechanism import PrivacyGroup as PrivacyGroup
     from fedhdp.metrics import Metric as Metric
@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 _MODULES = {
     "fedhdp.algorithms": ("fedhdp", "dp_fedavg", "hdp_fedavg", "non_private", "local_only"),
     "fedhdp.client": ("LocalTraining",),
+    "fedhdp.clips": ("AdaptiveClip", "LayerClip"),
     "fedhdp.data": ("FederatedData",),
     "fedhdp.devices": ("use_cpu_cores",),
-    "fedhdp.mechanism": ("Mechanism", "PrivacyGroup", "AdaptiveClip", "LayerClip"),
+    "fedhdp.mechanism": ("Mechanism", "PrivacyGroup"),
     "fedhdp.metrics": ("Metric",),
     "fedhdp.models": ("Model", "mlp", "cnn", "linear"),
     "fedhdp.optimizers": ("OptimizerConfig",),

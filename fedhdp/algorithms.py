@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from fedhdp.mechanism import AdaptiveClip, LayerClip, Mechanism
+from fedhdp.clips import AdaptiveClip, LayerClip
+from fedhdp.mechanism import Mechanism
 
 
 def fedhdp(mechanism: Mechanism) -> Mechanism:

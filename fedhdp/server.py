@@ -28,8 +28,9 @@ from jax.scipy.special import ndtri
 from jax.typing import ArrayLike
 from numpy.typing import NDArray
 
+from fedhdp.clips import MAX_CLIP, MIN_CLIP
 from fedhdp.errors import require
-from fedhdp.mechanism import MAX_VALUE, MIN_CLIP, Mechanism, RoundParams
+from fedhdp.mechanism import Mechanism, RoundParams
 from fedhdp.optimizers import OptimizerConfig, as_optimizer
 
 Array = jax.Array
@@ -206,7 +207,7 @@ def private_mean(
     noisy_bits = sums.bits + params.bit_noise_stddev * gaussian(key_bits, clip.shape)
     unclipped = _ratio(noisy_bits, params.expected_cohort_size, params.quantile - 0.5) + 0.5
     next_clip = clip * jnp.exp(-params.clip_learning_rate * (unclipped - params.quantile))
-    return update_P, jnp.clip(next_clip, MIN_CLIP, MAX_VALUE)  # at clip 0 there is no noise
+    return update_P, jnp.clip(next_clip, MIN_CLIP, MAX_CLIP)  # at clip 0 there is no noise
 
 
 def gaussian(key: Array, shape: tuple[int, ...] = ()) -> Array:

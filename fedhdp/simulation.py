@@ -107,8 +107,9 @@ class Simulation:
         self.run_of = [runs.index(training) for training in trainings]  # each mechanism's run
         first_mechanisms = [mechanism_at(schedule, 0) for schedule in self.schedules]
         self._group_sizes, self._layers = first_mechanisms[0].group_sizes, first_mechanisms[0].layers
+        self.round = 0
         self.set_mechanisms(first_mechanisms)
-        self._first_mechanisms, self._scheduled_round = self._mechanisms, 0
+        self._first_mechanisms = self._mechanisms
         self.group_K = client_groups(data, self.mechanism, seed)
         self._members_G = members_by_group(self.group_K, len(self.mechanism.groups))
         check_data(data, model)
@@ -138,7 +139,6 @@ class Simulation:
         if initial_model is not None:
             initial_model = unname_parameters(self.engine.model, name_parameters(initial_model), "initial_model")
         theta_P = ravel_pytree(self.engine.model.init(key) if initial_model is None else initial_model)[0]
-        self.round = 0
         states = [server.initial_state(run, self.server_optimizer, theta_P) for run in self.runs]
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *states)
         self.server_state: ServerState = self.engine.put(stacked, self.engine.replicated)
@@ -156,7 +156,6 @@ class Simulation:
             same_clip = np.array_equal(mechanism.initial_clip, first.initial_clip)
             require(same_clip, "clip", round + 1, "the same at first in every round: the server moves it")
         self.set_mechanisms(mechanisms)
-        self._scheduled_round = round
 
     def set_mechanisms(self, mechanisms: Sequence[Mechanism]) -> None:
         """Replace the mechanisms for the rounds that follow; those that share a run still differ in their pulls alone.
@@ -181,6 +180,7 @@ class Simulation:
         self._mechanisms = tuple(mechanisms)
         self.runs = [trained[run] for run in range(len(trained))]
         self._round_params: RoundParamsBatch | None = None
+        self._scheduled_round = self.round  # whose mechanisms these are, where they are functions of the round
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
@@ -471,6 +471,6 @@ def simulate_many(
             history += simulation.evaluate()[number]
         scores = {name: score_KV[:, number] for name, score_KV in simulation.client_scores().items()}
         parameters, repeatable = simulation.named_parameters(number), noise_seed is not None
-        values = (parameters, scores, history, repeatable, simulation.metrics, ran[number])
+        values = (parameters, scores, history, repeatable, simulation.metrics, ran[number], data.preparation)
         results.append(SimulationResult(mechanism, simulation.round, *values))
     return results

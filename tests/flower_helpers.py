@@ -13,12 +13,12 @@ from flwr.supercore.task_identity import TaskIdentity
 from helpers import tiny_data
 
 from fedhdp.client import LocalTraining
+from fedhdp.clips import AdaptiveClip
 from fedhdp.data import Examples
 from fedhdp.flower import Arrays, Deployment, Trainer, client_app, initial_arrays, jax_trainer, run_deployment
-from fedhdp.mechanism import AdaptiveClip
 from fedhdp.models import mlp
-from fedhdp.privacy.accounting import PrivacyCost
 from fedhdp.privacy.calibration import PrivacyLevel
+from fedhdp.privacy.costs import PrivacyCost
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results.metrics import MetricRow
 from fedhdp.results.schema import Summary

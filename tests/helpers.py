@@ -11,9 +11,10 @@ import pytest
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from fedhdp.clips import AdaptiveClip, LayerClip
 from fedhdp.data import FederatedData, examples
 from fedhdp.errors import FedHDPError, InvalidValueError
-from fedhdp.mechanism import AdaptiveClip, LayerClip, Mechanism, PrivacyGroup
+from fedhdp.mechanism import Mechanism, PrivacyGroup
 
 
 def tiny_data(sizes: list[int], inputs: int = 12, classes: int = 3, seed: int = 0) -> FederatedData:

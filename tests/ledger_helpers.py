@@ -9,8 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
-from fedhdp.privacy.accounting import privacy_costs
+from fedhdp.clips import AdaptiveClip
+from fedhdp.mechanism import Mechanism, PrivacyGroup
+from fedhdp.privacy.costs import privacy_costs
 from fedhdp.privacy.ledger import BudgetError, Ledger
 
 MECHANISM = Mechanism(

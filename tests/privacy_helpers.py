@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from fedhdp.mechanism import AdaptiveClip, LayerClip, Mechanism, PrivacyGroup
+from fedhdp.clips import AdaptiveClip, LayerClip
+from fedhdp.mechanism import Mechanism, PrivacyGroup
 
 LAYERS = LayerClip({"a": 0.5, "b": 2.0, "c": 0.1})
 FIXED_LAYERS = LayerClip({"a": 0.5, "b": 2.0}, learning_rate=0.0)

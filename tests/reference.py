@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from fedhdp.client import LocalTraining, shuffle
+from fedhdp.clips import AdaptiveClip, LayerClip
 from fedhdp.data import FederatedData
-from fedhdp.mechanism import AdaptiveClip, LayerClip, Mechanism
+from fedhdp.mechanism import Mechanism
 from fedhdp.rng import BATCHES, COHORT, NOISE, stream
 from fedhdp.server import gaussian, sample_cohort
 

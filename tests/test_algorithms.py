@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 
 from fedhdp.algorithms import ALGORITHMS, dp_fedavg, hdp_fedavg, local_only
 from fedhdp.client import LocalTraining
-from fedhdp.mechanism import SENSITIVITY, AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.clips import AdaptiveClip
+from fedhdp.mechanism import SENSITIVITY, Mechanism, PrivacyGroup
 from fedhdp.models import mlp
-from fedhdp.privacy.accounting import PrivacyCost, compose, privacy_cost
+from fedhdp.privacy.accounting import compose
+from fedhdp.privacy.costs import PrivacyCost, privacy_cost
 from fedhdp.server import ServerOptimizer, Sums, finish_round, initial_state
 from fedhdp.simulation import Simulation
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.clips import AdaptiveClip
+from fedhdp.mechanism import Mechanism, PrivacyGroup
 
 
 @given(mechanisms())

@@ -14,8 +14,9 @@ import work as w
 from jax.flatten_util import ravel_pytree
 
 from fedhdp.client import LocalTraining
+from fedhdp.clips import AdaptiveClip
 from fedhdp.data import FederatedData, examples
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.models import mlp
 from fedhdp.simulation import Simulation
 

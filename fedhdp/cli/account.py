@@ -203,7 +203,7 @@ def _rounds_allowed(experiment: Experiment, mechanisms: list[ScheduledMechanism]
 
 
 def _account_app(deployment: Deployment, json: bool) -> None:
-    from fedhdp.privacy.accounting import ADJACENCY
+    from fedhdp.privacy.costs import ADJACENCY
     from fedhdp.privacy.reports import account_levels
 
     mechanism = deployment.mechanism(dict.fromkeys(deployment.levels, 1))
@@ -225,7 +225,8 @@ def _account_app(deployment: Deployment, json: bool) -> None:
 
 
 def _print_levels(deployment: Deployment, sampling: Sampling, levels: list[LevelReport]) -> None:
-    from fedhdp.privacy.accounting import ADJACENCY, SAMPLER, pluralize
+    from fedhdp.privacy.accounting import pluralize
+    from fedhdp.privacy.costs import ADJACENCY, SAMPLER
 
     out = console()
     basis = f"{SAMPLER[sampling]}, {ADJACENCY[sampling]}, {levels[0].accountant.upper()} accountant"
@@ -257,7 +258,8 @@ def _print_levels(deployment: Deployment, sampling: Sampling, levels: list[Level
 
 
 def _print_rounds(report: RoundsReport) -> None:
-    from fedhdp.privacy.accounting import SAMPLER, pluralize
+    from fedhdp.privacy.accounting import pluralize
+    from fedhdp.privacy.costs import SAMPLER
 
     out = console()
     basis = (
@@ -305,7 +307,8 @@ def _print_curve(out: Console, report: RoundsReport) -> None:
 
 
 def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning | None, drops_groups: bool) -> None:
-    from fedhdp.privacy.accounting import SAMPLER, pluralize
+    from fedhdp.privacy.accounting import pluralize
+    from fedhdp.privacy.costs import SAMPLER
 
     out, groups = console(), reports[0].groups
     basis = f"{SAMPLER[groups[0].sampling]}, {groups[0].adjacency}, {groups[0].accountant.upper()} accountant"

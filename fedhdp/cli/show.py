@@ -97,14 +97,13 @@ def _table(header: list[str], rows: list[list[str]], texts: int) -> Table:
 
 def legend(header: list[str]) -> str:
     """What the columns are."""
-    letters = {name.partition(":")[0] for name in header if ":" in name}
-    names = {"_g": "the server's test set", "_avg": "the averaged model there"}
-    parts = [f"{name}: {text}" for name in header for end, text in names.items() if name.endswith(end)]
+    parts = [f"{name}: the server's test set" for name in header if name.endswith("_g") and name[0] != "Δ"]
     parts.append("g and l: clients' own data, with the global and with personal models")
-    if "a" in letters:
+    if any(name.startswith("a:") for name in header):
         parts.append("a: with the averaged model")
-    if "c" in letters:
+    if any(name.startswith("c:") for name in header):
         parts.append("c: with the pull that each client chose")
+    parts += [f"{name}: the averaged model" for name in header if name.endswith("_avg")]
     return "; ".join(parts)
 
 

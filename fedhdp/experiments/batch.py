@@ -14,8 +14,9 @@ from fedhdp.engine import personal_store
 from fedhdp.experiments.config import Experiment, Variant, without_none
 from fedhdp.experiments.start import StartCost
 from fedhdp.mechanism import SERVER, Mechanism, mechanism_at
-from fedhdp.privacy.accounting import PrivacyCost, pluralize
+from fedhdp.privacy.accounting import pluralize
 from fedhdp.privacy.budget import BudgetExhausted, RunBilling
+from fedhdp.privacy.costs import PrivacyCost
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results.loggers import LoggedVariant, VariantLog
 from fedhdp.results.schema import ACCURACY, MetricInfo, MetricRow, VariantResult, account_groups, attach_metrics

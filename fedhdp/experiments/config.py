@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from fedhdp.algorithms import ALGORITHM_NAMES, ALGORITHMS
 from fedhdp.client import LocalTraining
+from fedhdp.clips import AdaptiveClip, Clip, LayerClip, parse_clip
 from fedhdp.data import FederatedData
 from fedhdp.devices import use_cpu_cores
 from fedhdp.errors import ConfigError, DataError, InvalidValueError, require
@@ -25,17 +26,7 @@ from fedhdp.experiments.groups import group_counts, group_sizes, with_group_leve
 from fedhdp.experiments.schedules import WeightSchedule, as_weight, weight_at
 from fedhdp.experiments.start import StartFrom, as_start
 from fedhdp.experiments.weights import count_parameters, has_known_shape
-from fedhdp.mechanism import (
-    AdaptiveClip,
-    Clip,
-    LayerClip,
-    Mechanism,
-    Noise,
-    Sampling,
-    ScheduledMechanism,
-    mechanism_at,
-    parse_clip,
-)
+from fedhdp.mechanism import Mechanism, Noise, Sampling, ScheduledMechanism, mechanism_at
 from fedhdp.metrics import NAMES
 from fedhdp.optimizers import ScheduleConfig, require_tables
 from fedhdp.privacy.accounting import Accountant, default_accountant
@@ -312,7 +303,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not variant.epsilons and sampling == self.mechanism.sampling:
             return mechanism
         config = replace(self.mechanism.with_epsilons(variant.epsilons), sampling=sampling)
-        return replace(self, mechanism=config).build_mechanism(data)
+        return replace(self, mechanism=config, accountant=self.run_accountant).build_mechanism(data)
 
     def _with_weights(self, data: FederatedData | None, mechanism: Mechanism, given: Iterable[str] = ()) -> Mechanism:
         """The mechanism with the theory's weights for groups that state none and are not among ``given``."""

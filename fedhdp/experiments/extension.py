@@ -19,7 +19,8 @@ from fedhdp.experiments.batch import Watch
 from fedhdp.experiments.config import Experiment, Variant, to_toml
 from fedhdp.experiments.runner import read_experiment, run_variants
 from fedhdp.mechanism import Mechanism, ScheduledMechanism, mechanism_at
-from fedhdp.privacy.accounting import compose, format_epsilon, is_accounting_installed, pluralize, scheduled_costs
+from fedhdp.privacy.accounting import compose, format_epsilon, is_accounting_installed, pluralize
+from fedhdp.privacy.costs import scheduled_costs
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results.schema import Summary
 from fedhdp.results.store import Extension, RunDirectory

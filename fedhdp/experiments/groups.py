@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedhdp.data import FederatedData
+from fedhdp.data import FederatedData, LevelSize, level_counts
 from fedhdp.errors import ConfigError, DataError
 from fedhdp.privacy.calibration import MechanismConfig
-from fedhdp.rows import LevelSize, level_counts
 
 
 def group_counts(mechanism: MechanismConfig, clients: int | None, levels: np.ndarray | None = None) -> dict | None:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fedhdp.client import LocalTraining
+from fedhdp.clips import AdaptiveClip
 from fedhdp.experiments.components import CnnConfig, HandwritingConfig, MlpConfig
 from fedhdp.experiments.config import Experiment, Variant
-from fedhdp.mechanism import AdaptiveClip
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 
 if TYPE_CHECKING:

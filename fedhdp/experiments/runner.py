@@ -20,7 +20,7 @@ from fedhdp.experiments.sweep import expand
 from fedhdp.mechanism import Mechanism, ScheduledMechanism, mechanism_at
 from fedhdp.metrics import replace_metrics
 from fedhdp.models import Model, parameter_sizes, unname_parameters
-from fedhdp.privacy.accounting import privacy_costs
+from fedhdp.privacy.costs import privacy_costs
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results.loggers import check_installed
 from fedhdp.results.provenance import provenance

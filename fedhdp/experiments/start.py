@@ -16,15 +16,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from fedhdp.errors import ConfigError, FedHDPError, RunError
-from fedhdp.privacy.accounting import (
-    LEDGER_ACCOUNTANT,
-    PrivacyCost,
-    compose,
-    format_epsilon,
-    is_accounting_installed,
-    merge_costs,
-    scheduled_costs,
-)
+from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT, compose, format_epsilon, is_accounting_installed
+from fedhdp.privacy.costs import PrivacyCost, merge_costs, scheduled_costs
 from fedhdp.results.models import find_variant, load_model
 from fedhdp.results.schema import VariantResult
 from fedhdp.results.store import (

@@ -20,6 +20,8 @@ from msgspec.structs import replace
 from fedhdp.errors import ConfigError, FedHDPError
 from fedhdp.experiments.config import FIELDS, Experiment, Variant
 from fedhdp.experiments.errors import config_error
+from fedhdp.mechanism import SENSITIVITY
+from fedhdp.privacy.calibration import GroupConfig, noise_multiplier_for
 from fedhdp.results.store import is_directory_name, slug
 
 MAX_VARIANTS = 1000
@@ -246,10 +248,15 @@ def _vary(experiment: Experiment, variant: Variant, point: Point) -> Variant:
 
 
 def _effect(experiment: Experiment, variant: Variant) -> tuple[object, ...]:
-    """What a variant runs with; epsilons stand for themselves, so that nothing is calibrated."""
+    """What a variant runs with; noise is calibrated by RDP, which is fast, since only its order matters."""
+    sampling = variant.sampling or experiment.mechanism.sampling
 
-    def with_noise(group: Any) -> Any:
-        return group if group.epsilon is None else replace(group, epsilon=None, noise_multiplier=1 / group.epsilon)
+    def with_noise(group: GroupConfig) -> GroupConfig:
+        if group.epsilon is None or group.sampling_rate == 0:
+            return group
+        numbers = (group.epsilon, group.sampling_rate, experiment.rounds, group.delta or experiment.delta)
+        noise = noise_multiplier_for(*numbers, "rdp", sampling) * SENSITIVITY[sampling]
+        return replace(group, epsilon=None, noise_multiplier=noise)
 
     config = experiment.mechanism.with_epsilons(variant.epsilons)
     mechanism = replace(config, groups=tuple(map(with_noise, config.groups))).uncalibrated(default_clients=1)

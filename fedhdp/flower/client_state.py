@@ -23,7 +23,8 @@ from flwr.app import ConfigRecord, RecordDict
 
 from fedhdp.flower.protocol import Arrays, DeclinedRound, LevelOffer, RoundRequest, array_shapes, from_record, to_record
 from fedhdp.mechanism import Mechanism, PrivacyGroup
-from fedhdp.privacy.accounting import PrivacyCost, rounds_left, within_budget
+from fedhdp.privacy.accounting import rounds_left, within_budget
+from fedhdp.privacy.costs import PrivacyCost
 from fedhdp.privacy.ledger import Budget, BudgetError, Ledger
 from fedhdp.results.store import atomic_write, lock_file, read_arrays, read_value, write_arrays, write_value
 

@@ -18,10 +18,11 @@ import msgspec
 import tomli_w
 
 from fedhdp.client import LocalTraining
+from fedhdp.clips import Clip, parse_clip
 from fedhdp.errors import ConfigError, require
 from fedhdp.experiments.config import FIELDS, without_none
 from fedhdp.experiments.errors import config_error
-from fedhdp.mechanism import Clip, Mechanism, Noise, PrivacyGroup, parse_clip
+from fedhdp.mechanism import Mechanism, Noise, PrivacyGroup
 from fedhdp.metrics import is_metric_name
 from fedhdp.optimizers import require_tables
 from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT

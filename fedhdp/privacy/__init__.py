@@ -3,9 +3,10 @@
 Importing it does not import dp_accounting, which takes most of a second: that happens when an epsilon is computed.
 """
 
-from fedhdp.privacy.accounting import EpsilonReport, PrivacyCost, epsilon, epsilon_reports, privacy_costs
+from fedhdp.privacy.accounting import EpsilonReport, epsilon, epsilon_reports
 from fedhdp.privacy.budget import BudgetExhausted, DeploymentBilling, OnBudgetExhausted, RunBilling, drop_groups
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig, PrivacyLevel, calibrate
+from fedhdp.privacy.costs import PrivacyCost, privacy_costs
 from fedhdp.privacy.ledger import Budget, BudgetError, Ledger
 from fedhdp.privacy.reports import account_levels, account_mechanisms, group_standing
 from fedhdp.privacy.rounds import account_rounds

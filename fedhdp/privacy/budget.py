@@ -18,19 +18,8 @@ from msgspec.structs import replace
 
 from fedhdp.errors import require
 from fedhdp.mechanism import Mechanism, PrivacyGroup, ScheduledMechanism, mechanism_at
-from fedhdp.privacy.accounting import (
-    LEDGER_ACCOUNTANT,
-    Accountant,
-    PrivacyCost,
-    compose,
-    composed_costs,
-    is_accounting_installed,
-    merge_costs,
-    privacy_cost,
-    privacy_costs,
-    rounds_left,
-    without_noise,
-)
+from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT, Accountant, compose, is_accounting_installed, rounds_left
+from fedhdp.privacy.costs import PrivacyCost, composed_costs, merge_costs, privacy_cost, privacy_costs, without_noise
 from fedhdp.privacy.ledger import Budget as Budget
 from fedhdp.privacy.ledger import BudgetError, Ledger
 

@@ -13,16 +13,11 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from fedhdp.clips import Clip, parse_clip
 from fedhdp.errors import require
-from fedhdp.mechanism import MAX_VALUE, SENSITIVITY, Clip, Mechanism, Noise, PrivacyGroup, Sampling, parse_clip
-from fedhdp.privacy.accounting import (
-    MIN_NOISE_MULTIPLIER,
-    ROUNDING,
-    Accountant,
-    PrivacyCost,
-    compose,
-    default_accountant,
-)
+from fedhdp.mechanism import MAX_VALUE, SENSITIVITY, Mechanism, Noise, PrivacyGroup, Sampling
+from fedhdp.privacy.accounting import MIN_NOISE_MULTIPLIER, Accountant, compose, default_accountant
+from fedhdp.privacy.costs import ROUNDING, PrivacyCost
 
 SURPLUS = 1.01  # a group has more noise than it asked for from this ratio on: calibration is within 1%
 MAX_ROUNDS_PLD = 100_000  # beyond, calibration by PLD takes minutes

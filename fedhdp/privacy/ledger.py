@@ -26,7 +26,8 @@ import msgspec
 from fedhdp.errors import LedgerError, require
 from fedhdp.mechanism import SERVER, Mechanism, PrivacyGroup
 from fedhdp.privacy._ledger_db import LedgerFile
-from fedhdp.privacy.accounting import PrivacyCost, within_budget
+from fedhdp.privacy.accounting import within_budget
+from fedhdp.privacy.costs import PrivacyCost
 
 
 class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -16,19 +16,15 @@ from msgspec.structs import replace
 
 from fedhdp.mechanism import Mechanism, PrivacyGroup, ScheduledMechanism, mechanism_at
 from fedhdp.privacy.accounting import (
-    ADJACENCY,
     LEDGER_ACCOUNTANT,
     Accountant,
-    PrivacyCost,
     compose,
-    composed_costs,
     gaussian_epsilon,
-    privacy_costs,
     rounds_left,
-    scheduled_costs,
     within_budget,
 )
 from fedhdp.privacy.calibration import explain_surplus
+from fedhdp.privacy.costs import ADJACENCY, PrivacyCost, composed_costs, privacy_costs, scheduled_costs
 from fedhdp.privacy.ledger import Budget, Ledger
 from fedhdp.privacy.tuning import Tuning, tuning_report
 

@@ -8,16 +8,9 @@ import msgspec
 
 from fedhdp.errors import InvalidValueError, require
 from fedhdp.mechanism import SENSITIVITY, Sampling
-from fedhdp.privacy.accounting import (
-    ADJACENCY,
-    LEDGER_ACCOUNTANT,
-    Accountant,
-    PrivacyCost,
-    compose,
-    default_accountant,
-    epsilon_best_of,
-)
+from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT, Accountant, compose, default_accountant, epsilon_best_of
 from fedhdp.privacy.calibration import min_noise_multiplier, noise_multiplier_for
+from fedhdp.privacy.costs import ADJACENCY, PrivacyCost
 from fedhdp.privacy.tuning import Tuning
 
 CURVE_POINTS = 10

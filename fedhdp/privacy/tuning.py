@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from fedhdp.errors import require
 from fedhdp.mechanism import Mechanism
-from fedhdp.privacy.accounting import EpsilonReport, PrivacyCost, epsilon_best_of, make_report, pluralize, privacy_cost
+from fedhdp.privacy.accounting import EpsilonReport, epsilon_best_of, make_report, pluralize
+from fedhdp.privacy.costs import PrivacyCost, privacy_cost
 
 
 def format_trials(trials: float, shape: float = math.inf) -> str:

@@ -20,7 +20,8 @@ from fedhdp.errors import RunError
 from fedhdp.experiments.config import Experiment, from_toml
 from fedhdp.experiments.presets import OPTED_OUT, PRIVATE
 from fedhdp.mechanism import mechanism_at
-from fedhdp.privacy.accounting import compose, is_accounting_installed, privacy_costs
+from fedhdp.privacy.accounting import compose, is_accounting_installed
+from fedhdp.privacy.costs import privacy_costs
 from fedhdp.reproduction.extensions import EXTENSIONS, LEVEL_TABLES, Extension
 from fedhdp.reproduction.runner import MACHINE, SUPPLEMENT, Machine, incompatible_fields
 from fedhdp.results import store

@@ -10,17 +10,9 @@ import msgspec
 import numpy as np
 
 from fedhdp.mechanism import SERVER, Mechanism, PrivacyGroup
-from fedhdp.privacy.accounting import (
-    Accountant,
-    PrivacyCost,
-    compose,
-    composed_costs,
-    default_accountant,
-    is_accounting_installed,
-    make_report,
-    privacy_cost,
-)
+from fedhdp.privacy.accounting import Accountant, compose, default_accountant, is_accounting_installed, make_report
 from fedhdp.privacy.calibration import explain_surplus
+from fedhdp.privacy.costs import PrivacyCost, composed_costs, privacy_cost
 
 
 class MetricRow(NamedTuple):
@@ -224,6 +216,7 @@ class SimulationResult(NamedTuple):
         repeatable: Whether there was a noise seed, so that nothing is private.
         metrics: The metrics.
         rounds_of: How many rounds each mechanism ran; None: all rounds had the same.
+        preparation: How the data's columns became inputs, and whose statistics that took.
     """
 
     mechanism: Mechanism
@@ -234,6 +227,7 @@ class SimulationResult(NamedTuple):
     repeatable: bool
     metrics: tuple[MetricInfo, ...] = (ACCURACY,)
     rounds_of: Mapping[Mechanism, int] | None = None
+    preparation: str = ""
 
     def result(self, name: str, delta: float = 1e-4, accountant: Accountant | None = None) -> VariantResult:
         """A row of a table, with each group's epsilon at this delta; ``accountant`` as in `fedhdp.privacy.epsilon`."""
@@ -241,4 +235,5 @@ class SimulationResult(NamedTuple):
         accountant = accountant or default_accountant(self.mechanism.sampling)
         groups = account_groups(self.mechanism, lambda name: costs[name], lambda name: delta, accountant)
         result = VariantResult(name, "", self.rounds, 0.0, self.repeatable, groups, self.metrics)
+        result.preparation = self.preparation
         return attach_metrics(result, self.history)

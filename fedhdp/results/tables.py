@@ -21,12 +21,12 @@ class _Columns(NamedTuple):
     metric: MetricInfo
     groups: list[str]  # as the table shows them: the last of the mechanism first
     models: dict[str, str]  # by the letter in the header
-    server: list[str]  # models with a value on the server's test set
+    server_models: dict[str, str]  # evaluated on the server's test set, by the suffix in the header
 
     def header(self) -> list[str]:
         """The names of the columns."""
         name = "Acc" if self.metric.name == "accuracy" else self.metric.name
-        header = ["algorithm", *(f"{name}_{'g' if model == 'global' else 'avg'}" for model in self.server)]
+        header = ["algorithm", *(f"{name}_{suffix}" for suffix in self.server_models)]
         for letter in self.models:
             header += [f"{letter}: {name}" for name in self.groups] + ([f"Δ_{letter}"] if len(self.groups) == 2 else [])
         return header + [f"ε {name}" for name in self.groups]
@@ -40,11 +40,11 @@ def table_cells(
 ) -> tuple[list[str], list[list[str]]]:
     """Format a metric of results as the cells of a table, with the variance across clients in parentheses.
 
-    Acc_g is the accuracy on the server's test set and Acc_avg that of the averaged model; another metric's columns have
-    its name. For each group follow the clients' means on their own data: with the global model (g), where the server has
-    no test set with the averaged model (a), with their personal models (l) and, where clients hold out data, with the pull
-    that each chose (c). With two groups, Δ says by how much the less private are better off than the more private. As in
-    the paper, a variance of rates is that of fractions, times 100.
+    Acc_g is the accuracy on the server's test set, if it has one, and Acc_avg that of the averaged model; another metric's
+    columns have its name. For each group follow the clients' means on their own data: with the global model (g), where the
+    server has no test set with the averaged model (a), with their personal models (l) and, where clients hold out data,
+    with the pull that each chose (c). With two groups, Δ says by how much the less private are better off than the more
+    private. As in the paper, a variance of rates is that of fractions, times 100.
 
     Args:
         variants: A row each; all have the same groups.
@@ -77,20 +77,25 @@ def _columns(variants: list[VariantResult], other_seeds: Sequence[list[VariantRe
     shown = variants[0].metrics[0].name if metric is None else metric
     require(shown in metrics, "metric", shown, f"one that was measured ({', '.join(metrics)})")
     all_groups = [group for variant in variants for group in variant.groups]
-    server = [m for m in ("global", "average") if any(variant.value(shown, m) is not None for variant in variants)]
+    server_models = {
+        suffix: model
+        for suffix, model in (("g", "global"), ("avg", "average"))
+        if any(variant.value(shown, model) is not None for variant in variants)
+    }
     models = {"g": "global"}
     for letter, model in (("a", "average"), ("l", "personal"), ("c", "chosen")):
-        if model == "average" and server:
+        if model == "average" and server_models:
             continue  # shown on the server's test set
         if any(group.value(shown, model) is not None for group in all_groups):
             models[letter] = model
-    return _Columns(metrics[shown], names[::-1], models, server)
+    return _Columns(metrics[shown], names[::-1], models, server_models)
 
 
 def _values(variant: VariantResult, columns: _Columns) -> list[tuple[float | None, float | None]]:
     """The numbers of a row, each with its variance across clients where it has one."""
     name, sign = columns.metric.name, 1 if columns.metric.higher_is_better else -1
-    values: list[tuple[float | None, float | None]] = [(variant.value(name, model), None) for model in columns.server]
+    values: list[tuple[float | None, float | None]] = []
+    values += [(variant.value(name, model), None) for model in columns.server_models.values()]
     for model in columns.models.values():
         means = [group.value(name, model) for group in variant.groups]
         variances = [group.value(f"{name}_variance", model) for group in variant.groups]

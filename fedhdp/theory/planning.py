@@ -22,8 +22,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from fedhdp.algorithms import dp_fedavg, hdp_fedavg, non_private
+from fedhdp.clips import AdaptiveClip
 from fedhdp.errors import require
-from fedhdp.mechanism import MAX_VALUE, MIN_WEIGHT, AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.mechanism import MAX_VALUE, MIN_WEIGHT, Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import Accountant, epsilon
 from fedhdp.privacy.calibration import calibrate
 from fedhdp.theory import linear_regression, shared_noise

@@ -13,7 +13,8 @@ from helpers import raises_field
 
 from fedhdp.errors import LedgerError
 from fedhdp.mechanism import Mechanism, PrivacyGroup
-from fedhdp.privacy.accounting import gaussian_epsilon, privacy_costs, rounds_left
+from fedhdp.privacy.accounting import gaussian_epsilon, rounds_left
+from fedhdp.privacy.costs import privacy_costs
 from fedhdp.privacy.ledger import Budget, Ledger
 from fedhdp.privacy.reports import group_standing
 

@@ -21,9 +21,10 @@ import pytest
 
 from fedhdp.algorithms import ALGORITHMS
 from fedhdp.client import LocalTraining
+from fedhdp.clips import AdaptiveClip, LayerClip
 from fedhdp.experiments.components import DataConfig, ModelConfig
 from fedhdp.experiments.config import Experiment, Variant
-from fedhdp.mechanism import AdaptiveClip, LayerClip, Mechanism, PrivacyGroup
+from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 from fedhdp.privacy.ledger import Budget, Ledger
 from fedhdp.results import store

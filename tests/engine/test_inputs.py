@@ -10,10 +10,10 @@ from helpers import mechanism_of, raises_field, tiny_data
 
 from fedhdp.client import LocalTraining, scale_inputs
 from fedhdp.data import FederatedData, examples
+from fedhdp.data.values import invalid_rows
 from fedhdp.engine.checks import check_data
 from fedhdp.errors import DataError
 from fedhdp.models import Model, linear, mlp, squared_error
-from fedhdp.rows import invalid_rows
 from fedhdp.simulation import Simulation, simulate
 
 TRAINING = LocalTraining(epochs=1, batch_size=4, learning_rate=0.1)
@@ -118,7 +118,7 @@ def test_rows_of_no_client_are_not_read(tmp_path):
 
 
 def test_blocks_cover_all_rows(monkeypatch):
-    monkeypatch.setattr("fedhdp.rows.BLOCK_BYTES", 100)
+    monkeypatch.setattr("fedhdp.data.values.BLOCK_BYTES", 100)
     values_N = np.zeros((50, 3))
     values_N[[0, 16, 17, 49], 1] = np.nan
     assert list(invalid_rows(values_N, scaled=False)) == [0, 16, 17, 49]

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from fedhdp.algorithms import ALGORITHM_NAMES, ALGORITHMS
 from fedhdp.client import LocalTraining
+from fedhdp.clips import AdaptiveClip
 from fedhdp.errors import ConfigError
 from fedhdp.experiments import EXPERIMENTS, Experiment, Variant, find, from_toml, to_toml
 from fedhdp.experiments.components import CnnConfig, HandwritingConfig, LinearConfig, MlpConfig, MnistConfig, PythonData
-from fedhdp.mechanism import AdaptiveClip
 from fedhdp.optimizers import OptimizerConfig
-from fedhdp.privacy.accounting import gaussian_epsilon
+from fedhdp.privacy.accounting import epsilon, gaussian_epsilon
 from fedhdp.privacy.budget import Budget
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 from fedhdp.results.store import slug
@@ -287,3 +287,16 @@ def test_experiment_has_optimizers_by_name_alone(optimizer):
         replace(experiment, server=ServerOptimizer(optimizer))
     with raises_field("training.optimizer"):
         replace(experiment, training=LocalTraining(optimizer=optimizer))
+
+
+@pytest.mark.parametrize("samplings", [("fixed", "poisson"), ("fixed", "fixed"), ("poisson", "fixed")])
+@pytest.mark.parametrize("epsilons", [{}, {"private": 5.0}])
+def test_what_calibrates_a_variant_also_prints_its_epsilon(samplings, epsilons):
+    """The accountant is the experiment's, also where no variant samples as the experiment does."""
+    base, sampling = samplings
+    variant = Variant("FedHDP", sampling=sampling, epsilons=epsilons)
+    experiment = tiny(mechanism=replace(tiny().mechanism, sampling=base), variants=(variant,))
+    [mechanism] = experiment.variant_mechanisms(experiment.build_mechanism())
+    had = epsilon(mechanism, experiment.rounds, experiment.delta, experiment.run_accountant)["private"]
+    asked = experiment.epsilon_targets(variant)["private"]
+    assert 0.98 * asked <= had <= asked

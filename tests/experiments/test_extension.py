@@ -77,6 +77,16 @@ def test_more_epsilon_is_refused_and_nothing_changes(tmp_path):
         extend(tmp_path / "run", 6, keep_going)
 
 
+def test_epsilons_that_cannot_be_computed_are_no_permission(tmp_path, monkeypatch):
+    run(tiny(rounds=2), tmp_path / "run", keep_going)
+    extend(tmp_path / "run", 3, keep_going, allow_more_epsilon=True)
+    monkeypatch.setattr("fedhdp.experiments.extension.is_accounting_installed", lambda: False)
+    before = files_of(tmp_path / "run")
+    with raises_field("rounds", RunError):
+        extend(tmp_path / "run", 4, keep_going)
+    assert files_of(tmp_path / "run") == before
+
+
 def test_variants_keep_their_noise_and_weights():
     variants = (
         Variant("other epsilon", epsilons={"private": 2.0}),

@@ -13,8 +13,9 @@ from msgspec.structs import replace
 
 from fedhdp.errors import ConfigError, FedHDPError, LedgerError, RunError
 from fedhdp.experiments import Experiment, Interrupted, Progress, resume, run
-from fedhdp.privacy.accounting import compose, privacy_costs, rounds_left
+from fedhdp.privacy.accounting import compose, rounds_left
 from fedhdp.privacy.budget import Budget
+from fedhdp.privacy.costs import privacy_costs
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results import Summary, read_value
 

@@ -10,7 +10,8 @@ from experiment_helpers import assert_same_run, keep_going, tiny
 from msgspec.structs import replace
 
 from fedhdp.experiments import Progress, from_toml, run, to_toml, with_seeds
-from fedhdp.privacy.accounting import compose, privacy_costs
+from fedhdp.privacy.accounting import compose
+from fedhdp.privacy.costs import privacy_costs
 from fedhdp.results import Summary, VariantDirectory, read_arrays, read_value, slug
 from fedhdp.server import ServerOptimizer
 from fedhdp.simulation import Simulation

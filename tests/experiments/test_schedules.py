@@ -9,12 +9,14 @@ from experiment_helpers import TINY, command, keep_going, tiny
 from helpers import raises_field
 from msgspec.structs import replace
 
+from fedhdp.clips import LayerClip
 from fedhdp.errors import ConfigError
 from fedhdp.experiments import Experiment, Interrupted, Progress, Variant, from_toml, resume, run, to_toml
 from fedhdp.experiments.schedules import BLOCK, WeightSchedule, weight_at
-from fedhdp.mechanism import LayerClip, Mechanism, mechanism_at
+from fedhdp.mechanism import Mechanism, mechanism_at
 from fedhdp.optimizers import ScheduleConfig
-from fedhdp.privacy.accounting import compose, composed_costs
+from fedhdp.privacy.accounting import compose
+from fedhdp.privacy.costs import composed_costs
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results import read_arrays
 

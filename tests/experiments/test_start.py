@@ -15,7 +15,8 @@ from fedhdp.errors import ConfigError, ModelError
 from fedhdp.experiments import Interrupted, Progress, find, from_toml, read_experiment, resume, run, to_toml
 from fedhdp.experiments.start import StartFrom
 from fedhdp.optimizers import OptimizerConfig
-from fedhdp.privacy.accounting import compose, privacy_costs
+from fedhdp.privacy.accounting import compose
+from fedhdp.privacy.costs import privacy_costs
 from fedhdp.results import VariantResult, load_model
 from fedhdp.server import ServerOptimizer
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from experiment_helpers import TINY, command, tiny
 from helpers import raises_field
+from msgspec.structs import replace
 
 from fedhdp.errors import ConfigError
 from fedhdp.experiments import Experiment, find, from_toml, to_toml
@@ -80,6 +81,20 @@ def test_epsilon_makes_variants_of_one_experiment():
     strict, loose = (m.groups[1].noise_multiplier for m in experiment.variant_mechanisms(mechanism)[2:])
     assert strict > loose == mechanism.groups[1].noise_multiplier
     assert experiment.epsilon_targets(experiment.variants[2])["private"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"), [({}, 1), ({"epsilon": 2.0}, 1), ({"epsilon": 3.0, "sampling_rate": 0.1}, 3)]
+)
+def test_dp_fedavg_has_a_row_for_each_noise(changes, kept):
+    """Its noise is that of the strictest group, whichever that is: a group sampled less needs less for a smaller epsilon."""
+    first, private = tiny().mechanism.groups
+    first = replace(first, noise_multiplier=None if changes else 5.0, **changes)
+    mechanism = replace(tiny().mechanism, groups=(first, private))
+    [experiment] = expand(
+        tiny(mechanism=mechanism, sweep={"mechanism.groups.private.epsilon": [4.0, 5.0, 8.0]})
+    ).values()
+    assert sum(variant.algorithm == "dp_fedavg" for variant in experiment.variants) == kept
 
 
 def test_noise_multiplier_of_a_group_with_an_epsilon_is_an_error():

@@ -31,8 +31,9 @@ from msgspec.structs import astuple, replace
 from fedhdp.flower import Deployment, Trainer, client_app, run_deployment
 from fedhdp.flower.protocol import parse_request
 from fedhdp.flower.serverapp import start_billing
-from fedhdp.privacy.accounting import PrivacyCost, compose, privacy_cost
+from fedhdp.privacy.accounting import compose
 from fedhdp.privacy.calibration import PrivacyLevel
+from fedhdp.privacy.costs import PrivacyCost, privacy_cost
 from fedhdp.privacy.ledger import Budget
 
 ALWAYS_SAMPLED = {name: replace(level, sampling_rate=1.0) for name, level in LEVELS.items()}

@@ -28,8 +28,9 @@ from flwr.app import Message
 from msgspec.structs import replace
 
 from fedhdp.flower.protocol import LevelOffer, offer_message
-from fedhdp.privacy.accounting import PrivacyCost, compose
+from fedhdp.privacy.accounting import compose
 from fedhdp.privacy.calibration import PrivacyLevel
+from fedhdp.privacy.costs import PrivacyCost
 
 
 def epsilon_of(rounds: int, sampling_rate: float = 1.0) -> float:

@@ -26,9 +26,10 @@ from flower_helpers import (
 )
 
 import fedhdp.flower
+from fedhdp.clips import LayerClip
 from fedhdp.errors import ConfigError, FedHDPError, InvalidValueError
 from fedhdp.flower import Deployment, initial_arrays, run_deployment, scorer
-from fedhdp.mechanism import SERVER, LayerClip
+from fedhdp.mechanism import SERVER
 from fedhdp.optimizers import OptimizerConfig
 from fedhdp.privacy.calibration import PrivacyLevel
 from fedhdp.results.schema import Summary

@@ -34,12 +34,12 @@ from flower_helpers import (
 from helpers import group_by_group, raises_field
 
 from fedhdp.client import LocalTraining
+from fedhdp.clips import AdaptiveClip, LayerClip
 from fedhdp.flower import FedHDP, client_app, initial_arrays
 from fedhdp.flower.client_state import InMemoryState
 from fedhdp.flower.protocol import flatten, from_record, to_record
 from fedhdp.flower.registry import Registry
 from fedhdp.flower.serverapp import start_billing
-from fedhdp.mechanism import AdaptiveClip, LayerClip
 from fedhdp.optimizers import OptimizerConfig
 from fedhdp.privacy.calibration import PrivacyLevel
 from fedhdp.server import ServerOptimizer

@@ -13,20 +13,19 @@ from privacy_helpers import LAYERS, mechanisms, one_group
 from scipy.stats import norm
 
 from fedhdp.algorithms import local_only
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.clips import AdaptiveClip
+from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import (
-    PrivacyCost,
     compose,
     epsilon,
     epsilon_reports,
     event,
     format_epsilon,
     gaussian_epsilon,
-    privacy_cost,
-    privacy_costs,
     rounds_left,
     within_budget,
 )
+from fedhdp.privacy.costs import PrivacyCost, privacy_cost, privacy_costs
 from fedhdp.privacy.ledger import Budget
 
 

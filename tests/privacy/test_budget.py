@@ -11,8 +11,9 @@ from msgspec.structs import replace
 
 from fedhdp.errors import LedgerError
 from fedhdp.mechanism import Mechanism, PrivacyGroup
-from fedhdp.privacy.accounting import compose, privacy_costs, rounds_left, without_noise
+from fedhdp.privacy.accounting import compose, rounds_left
 from fedhdp.privacy.budget import Budget, BudgetExhausted, DeploymentBilling, RunBilling, drop_groups
+from fedhdp.privacy.costs import privacy_costs, without_noise
 from fedhdp.privacy.ledger import Ledger
 
 SMALL = Budget(3.0, 1e-5)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from privacy_helpers import mechanisms, one_group
 
-from fedhdp.mechanism import AdaptiveClip, Mechanism, PrivacyGroup
+from fedhdp.clips import AdaptiveClip
+from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import epsilon, gaussian_epsilon
 from fedhdp.privacy.calibration import (
     GroupConfig,

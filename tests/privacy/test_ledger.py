@@ -11,7 +11,8 @@ from helpers import raises_field
 from ledger_helpers import MECHANISM, ROUND, rounds_of
 
 from fedhdp.errors import LedgerError
-from fedhdp.privacy.accounting import PrivacyCost, compose, privacy_costs, rounds_left
+from fedhdp.privacy.accounting import compose, rounds_left
+from fedhdp.privacy.costs import PrivacyCost, privacy_costs
 from fedhdp.privacy.ledger import Budget, BudgetError, Ledger
 
 LAX, STRICT, OPEN = MECHANISM.groups

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fedhdp.errors import LedgerError
 from fedhdp.mechanism import Mechanism, PrivacyGroup
-from fedhdp.privacy.accounting import privacy_costs
+from fedhdp.privacy.costs import privacy_costs
 from fedhdp.privacy.ledger import Ledger
 
 IDS = ["ann", "bob", "cy", "dee", "eve"]

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fedhdp.mechanism import AdaptiveClip, LayerClip, Mechanism, PrivacyGroup
-from fedhdp.privacy.accounting import compose, default_accountant, privacy_costs, rounds_left
+from fedhdp.clips import AdaptiveClip, LayerClip
+from fedhdp.mechanism import Mechanism, PrivacyGroup
+from fedhdp.privacy.accounting import compose, default_accountant, rounds_left
 from fedhdp.privacy.budget import Budget, BudgetExhausted, RunBilling
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig, explain_surplus, weight_of_own_noise
+from fedhdp.privacy.costs import privacy_costs
 from fedhdp.privacy.ledger import Ledger
 
 DELTA = 1e-5

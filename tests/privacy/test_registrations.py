@@ -8,7 +8,7 @@ from helpers import raises_field
 
 from fedhdp.errors import LedgerError
 from fedhdp.mechanism import Mechanism, PrivacyGroup
-from fedhdp.privacy.accounting import privacy_costs
+from fedhdp.privacy.costs import privacy_costs
 from fedhdp.privacy.ledger import BudgetError, Ledger
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from ledger_helpers import MECHANISM, ROUND
 from msgspec.structs import replace
 
-from fedhdp.privacy.accounting import privacy_costs, rounds_left
+from fedhdp.privacy.accounting import rounds_left
 from fedhdp.privacy.budget import drop_groups
+from fedhdp.privacy.costs import privacy_costs
 from fedhdp.privacy.ledger import Budget, Ledger
 from fedhdp.privacy.reports import group_standing, rounds_allowed
 

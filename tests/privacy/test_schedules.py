@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fedhdp.mechanism import Mechanism, PrivacyGroup, mechanism_at
-from fedhdp.privacy.accounting import PrivacyCost, compose, composed_costs, epsilon, merge_costs, privacy_costs
+from fedhdp.privacy.accounting import compose, epsilon
 from fedhdp.privacy.budget import Budget, RunBilling
+from fedhdp.privacy.costs import PrivacyCost, composed_costs, merge_costs, privacy_costs
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.privacy.reports import account_mechanisms, rounds_allowed
 from fedhdp.privacy.tuning import Tuning

@@ -9,7 +9,8 @@ from helpers import raises_field
 from privacy_helpers import one_group
 
 from fedhdp.mechanism import Mechanism, PrivacyGroup
-from fedhdp.privacy.accounting import PrivacyCost, compose, epsilon, epsilon_best_of, privacy_costs
+from fedhdp.privacy.accounting import compose, epsilon, epsilon_best_of
+from fedhdp.privacy.costs import PrivacyCost, privacy_costs
 from fedhdp.privacy.tuning import tuning_reports
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from fedhdp.mechanism import Mechanism, PrivacyGroup
-from fedhdp.privacy.accounting import compose, privacy_costs
+from fedhdp.privacy.accounting import compose
+from fedhdp.privacy.costs import privacy_costs
 from fedhdp.results.metrics import group_rows, half_interval
 from fedhdp.results.schema import ACCURACY, MetricInfo, MetricRow, VariantResult, account_groups, attach_metrics
 

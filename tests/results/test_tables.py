@@ -31,6 +31,12 @@ def test_columns_without_personal_models():
     assert row == ["plain", "50.00", "50.00 (1.00)", "50.00 (1.00)", "0.00", "∞", "∞"]
 
 
+def test_server_without_a_test_set_has_no_column():
+    header, (row,) = table_cells([replace(variant(), values={})])
+    assert header == ["algorithm", "g: b", "g: a", "Δ_g", "ε b", "ε a"]
+    assert len(row) == len(header)
+
+
 def test_columns_of_averaged_and_chosen_models():
     chosen = {"chosen/accuracy": 0.75, "chosen/accuracy_variance": 0.02}
     groups = [group(name, values=chosen) for name in "ab"]

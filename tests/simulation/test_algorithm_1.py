@@ -14,8 +14,9 @@ from simulations import CHOSEN, MODEL, TRAINING, same_server, trained
 
 from fedhdp.algorithms import local_only, non_private
 from fedhdp.client import LocalTraining
+from fedhdp.clips import LayerClip
 from fedhdp.data import Examples, FederatedData, examples
-from fedhdp.mechanism import LayerClip, Mechanism, PrivacyGroup
+from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.models import Model, mlp
 from fedhdp.optimizers import OptimizerConfig
 from fedhdp.simulation import Simulation

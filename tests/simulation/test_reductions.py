@@ -12,7 +12,7 @@ from simulations import CHOSEN, MODEL, TRAINING, same, trained
 
 from fedhdp.algorithms import dp_fedavg, fedhdp, hdp_fedavg, non_private
 from fedhdp.client import LocalTraining
-from fedhdp.mechanism import AdaptiveClip, LayerClip
+from fedhdp.clips import AdaptiveClip, LayerClip
 from fedhdp.models import Model, linear
 from fedhdp.simulation import Simulation
 

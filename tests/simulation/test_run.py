@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from simulations import CHOSEN, MODEL, TRAINING, same, trained
 
+from fedhdp.results.tables import footnotes
 from fedhdp.simulation import simulate
 
 
@@ -34,6 +35,11 @@ def test_hook_ends_the_loop(data):
     assert simulation.round == 3
     simulation.run(5, evaluate_every=1, on_evaluate=lambda simulation, rows: False)
     assert simulation.round == 4
+
+
+def test_result_says_whose_statistics_the_inputs_were_made_with(data):
+    result = simulate(data._replace(preparation="standardized"), MODEL, CHOSEN, TRAINING, rounds=1).result("FedHDP")
+    assert "inputs: standardized" in footnotes([result])
 
 
 def test_simulate_ends_and_evaluates_where_on_round_returns_false(data):

@@ -9,8 +9,11 @@ from helpers import raises_field
 from msgspec.structs import replace
 from simulations import CHOSEN, MODEL, TRAINING, same, same_server, trained
 
-from fedhdp.mechanism import AdaptiveClip, LayerClip, Mechanism
-from fedhdp.privacy.accounting import compose, composed_costs
+from fedhdp.clips import AdaptiveClip, LayerClip
+from fedhdp.mechanism import Mechanism
+from fedhdp.privacy.accounting import compose
+from fedhdp.privacy.budget import drop_groups
+from fedhdp.privacy.costs import composed_costs
 from fedhdp.simulation import Simulation, simulate, simulate_many
 
 
@@ -94,6 +97,17 @@ def fewer(mechanism: Mechanism) -> Mechanism:
 def test_what_may_not_change_is_refused(data, field, changed):
     with raises_field(field):
         trained(data, lambda round: changed if round == 1 else CHOSEN, rounds=2)
+
+
+def test_mechanisms_that_are_set_are_those_of_the_next_round(data):
+    """A group that is dropped between two rounds is not sampled in the next one."""
+    simulation = trained(data, ramp, rounds=2)
+    dropped = drop_groups(ramp(2), ["group 2"])
+    simulation.set_mechanisms([dropped])
+    simulation.run_round()
+    assert simulation.mechanism == dropped
+    simulation.run_round()
+    assert simulation.mechanism == ramp(3)
 
 
 @pytest.mark.parametrize("clip", [0.3, LayerClip({"first": 0.3, "rest": 0.3})])

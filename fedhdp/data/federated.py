@@ -15,24 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedhdp.columns import Standardize, huggingface_columns, table_arrays, torch_arrays
+from fedhdp.data.columns import Standardize
+from fedhdp.data.levels import LevelSize, level_counts
+from fedhdp.data.rows import VALIDATION, client_generator, order_by_client, partition_rows, share_or_arrays
+from fedhdp.data.sources import Examples, ExampleSource, examples
+from fedhdp.data.tables import huggingface_columns, table_arrays, torch_arrays
+from fedhdp.data.targets import class_targets
+from fedhdp.data.values import NUMBER, input_array, invalid_rows, invalid_value
 from fedhdp.errors import DataError, require
-from fedhdp.examples import Examples, ExampleSource, examples
-from fedhdp.examples import from_lists as from_lists
-from fedhdp.rows import (
-    NUMBER,
-    VALIDATION,
-    LevelSize,
-    class_targets,
-    client_generator,
-    input_array,
-    invalid_rows,
-    invalid_value,
-    level_counts,
-    order_by_client,
-    partition_rows,
-    share_or_arrays,
-)
 
 MAX_SCALE = 1e9  # of inputs, so that no integer becomes infinite: the engine relies on that
 

@@ -16,78 +16,12 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
+from fedhdp.data.values import is_missing
 from fedhdp.errors import DataError
-from fedhdp.rows import Partition, as_array, is_missing, partition_rows, refuse_missing, share_or_arrays
 
 Columns = Mapping[str, np.ndarray]
 Moments = tuple[float, float]  # mean and standard deviation
 Standardize = Literal["none", "public", "server"] | Mapping[str, Moments]
-
-
-def read_columns(frame: Any) -> dict[str, np.ndarray]:
-    """The columns of a table by name, as arrays.
-
-    Args:
-        frame: A data frame of pandas or polars, a table of pyarrow, or a mapping of names to arrays.
-
-    Raises:
-        DataError: If it is none of these, or a name occurs twice.
-    """
-    names = getattr(frame, "column_names", None)  # pyarrow
-    if names is None:
-        names = list(frame) if isinstance(frame, Mapping) else getattr(frame, "columns", None)
-    if names is None:
-        raise DataError(
-            f"frame must be a table with columns, got {type(frame).__name__}", "frame", type(frame).__name__
-        )
-    names = [str(name) for name in names]
-    for name in {name for name in names if names.count(name) > 1}:
-        raise DataError(f"frame must have each column once, got {name!r} twice", "frame", name)
-    columns = {name: _stacked(as_array(frame[name], name), name) for name in names}
-    sizes = {len(column) for column in columns.values()}
-    if len(sizes) != 1 or not max(sizes):
-        raise DataError(f"frame must have columns of one length, with one row or more, got {sorted(sizes)}", "frame")
-    return columns
-
-
-def _stacked(cells_N: np.ndarray, name: str) -> np.ndarray:
-    """A column whose cells are arrays or lists as one array."""
-    cells = cells_N.tolist() if cells_N.dtype.kind == "O" else []
-    if not any(isinstance(cell, list | np.ndarray) for cell in cells):
-        return cells_N
-    shapes = {np.shape(cell) if isinstance(cell, list | np.ndarray) else () for cell in cells}
-    if len(shapes) > 1:
-        raise DataError(f"{name} must have one shape in all rows, got {sorted(shapes)}", name, sorted(shapes))
-    return np.stack(cells)
-
-
-def huggingface_columns(dataset: Any, names: Sequence[str] | None) -> Any:
-    """The columns of a ``datasets.Dataset``, decoded to arrays; anything else as it is.
-
-    Raises:
-        DataError: If the rows of a column differ in shape.
-    """
-    if not hasattr(dataset, "with_format"):
-        return dataset
-    selected = dataset if names is None else dataset.select_columns([n for n in names if n in dataset.column_names])
-    return {name: as_array(values, name) for name, values in selected.with_format("numpy")[:].items()}
-
-
-def torch_arrays(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The inputs and targets of a map-style PyTorch dataset.
-
-    Raises:
-        DataError: If it has no length, or its examples are no pairs of one shape.
-    """
-    if not hasattr(dataset, "__len__"):
-        kind = type(dataset).__name__
-        raise DataError(f"dataset must be map-style, with a length, got {kind}", "dataset", kind)
-    pairs = [dataset[row] for row in range(len(dataset))]
-    try:
-        x_N, y_N = ([np.asarray(value) for value in values] for values in zip(*pairs, strict=True))
-        return np.stack(x_N), np.stack(y_N)
-    except (ValueError, TypeError) as error:
-        raise DataError(f"dataset must have pairs (x, y) of one shape: {error}", "dataset") from error
 
 
 def column(columns: Columns, name: str, field: str) -> np.ndarray:
@@ -103,105 +37,13 @@ def column(columns: Columns, name: str, field: str) -> np.ndarray:
     raise DataError(f"{field} must be a column of the table, got {name!r}; {hint}", field, name)
 
 
-class TableArrays(NamedTuple):
-    """A table as arrays: the arguments of `FederatedData.from_arrays`, and how inputs were made."""
-
-    x: np.ndarray
-    y: np.ndarray
-    client: np.ndarray
-    level: Any
-    test: Any
-    server: Any
-    preparation: str
-
-
-def table_arrays(
-    frame: Any,
-    client: str,
-    label: str,
-    level: str | Mapping[Any, str] | None,
-    test: Any,
-    server: Any,
-    features: Sequence[str] | None,
-    categories: Mapping[str, Sequence[Any]] | None,
-    fill: Mapping[str, Any] | None,
-    standardize: Standardize,
-    public: Sequence[str],
-    seed: int,
-) -> TableArrays:
-    """Turn a table, and others with test examples, into arrays; arguments as in `FederatedData.from_dataframe`.
-
-    Raises:
-        DataError: If a column or a cell cannot be used.
-    """
-    columns = read_columns(frame)
-    test_share, test_columns = _share_or_table("test", test)
-    server_share, server_columns = _share_or_table("server", server)
-    for field, name in (("client", client), ("label", label)):
-        refuse_missing(column(columns, name, field), name)
-    level_N = column(columns, level, "level") if isinstance(level, str) else level
-    if features is None:
-        features = [name for name in columns if name not in (client, label, level)]
-    for name in {client, label}.intersection(features):
-        raise DataError(f"features must not have the column of clients or of labels, got {name!r}", "features", name)
-    if not features:
-        raise DataError("features must be one column or more beside client, label and level, got none", "features", [])
-    source, preparation, moments = None, "", None
-    if isinstance(standardize, Mapping):
-        moments, preparation = standardize, "standardized by given means and deviations"
-    elif standardize == "public":
-        rows = partition_rows(columns[client], level_N, test_share, server_share, seed)
-        source, preparation = _public_rows(columns, rows, public)
-    elif standardize == "server":
-        if server_columns is None:
-            raise DataError("standardize = 'server' needs a table of the server's examples", "standardize", standardize)
-        column(server_columns, label, "server")
-        source, preparation = server_columns, f"standardized by the server's {len(server_columns[label])} examples"
-    elif standardize != "none":
-        rule = "none, public, server, or a mean and a deviation for each column"
-        raise DataError(f"standardize must be {rule}, got {standardize!r}", "standardize", standardize)
-    encoder = make_encoder(columns, features, categories, fill, moments, source)
-
-    def pair(part: Columns) -> tuple[np.ndarray, np.ndarray]:
-        refuse_missing(column(part, label, "label"), label)
-        y_N = part[label]
-        return encoder.encode(part), y_N[:, None] if y_N.dtype.kind == "f" and y_N.ndim == 1 else y_N
-
-    x_N, y_N = pair(columns)
-    with _errors_in("test"):
-        test = test_share if test_columns is None else (*pair(test_columns), column(test_columns, client, "client"))
-    with _errors_in("server"):
-        server = server_share if server_columns is None else pair(server_columns)
-    return TableArrays(x_N, y_N, columns[client], level_N, test, server, preparation)
-
-
 @contextmanager
-def _errors_in(table: str) -> Iterator[None]:
+def errors_in(table: str) -> Iterator[None]:
     """Let errors name the table that they are in."""
     try:
         yield
     except DataError as error:
         raise DataError(f"{table}: {error}", error.field, error.value) from error
-
-
-def _share_or_table(field: str, value: Any) -> tuple[float, dict[str, np.ndarray] | None]:
-    if value is None or isinstance(value, int | float):
-        return share_or_arrays(field, value, ())[0], None
-    return 0.0, read_columns(value)
-
-
-def _public_rows(columns: Columns, rows: Partition, public: Sequence[str]) -> tuple[Columns, str]:
-    """The training rows of clients whose level is public, and a sentence about them."""
-    if rows.levels is None or not public:
-        raise DataError("standardize = 'public' needs levels, and a level that opted out", "standardize", "public")
-    is_public_K = np.isin(rows.levels, list(public))
-    row_N = rows.train_N[is_public_K[rows.client_N[rows.train_N]]]
-    if not len(row_N):
-        levels = f"clients with level {', '.join(public)}, levels are {', '.join(np.unique(rows.levels))}"
-        raise DataError(f"standardize = 'public' needs {levels}", "standardize", "public")
-    about = f"the {len(row_N)} training examples of clients who opted out ({', '.join(public)})"
-    preparation = f"standardized by {about}; no epsilon covers these statistics"
-    return {name: cells_N[row_N] for name, cells_N in columns.items()}, preparation
 
 
 class Encoder(NamedTuple):
@@ -290,7 +132,7 @@ def make_encoder(
             continue
         parse = _texts if _is_text(cells_N) else _numbers
         parse(_filled(cells_N, fill, name), name)  # before the rows of the source, whose numbers are not the table's
-        with _errors_in("server"):  # public rows are the table's: they have no errors here
+        with errors_in("server"):  # public rows are the table's: they have no errors here
             parsed_N = parse(_filled(column(source, name, "features"), fill, name), name)
         if parse is _texts:
             values[name] = tuple(np.unique(parsed_N).tolist())

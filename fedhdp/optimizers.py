@@ -229,7 +229,9 @@ def _parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 def _check_arguments(tag: str, name: object, factories: Mapping[str, Callable[..., Any]], table: FrozenTable) -> None:
     """Check the arguments against the signature of the factory with this name."""
-    require(isinstance(name, str) and name in factories, tag, name, f"one of optax's {', '.join(factories)}")
+    similar = get_close_matches(str(name), factories, 3, cutoff=0.3) or list(factories)[:3]
+    known = isinstance(name, str) and name in factories
+    require(known, tag, name, f"a name that optax has, such as {', '.join(similar)}")
     parameters = _parameters(factories[str(name)])
     for field, value in table.items():
         if field == tag:

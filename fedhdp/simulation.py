@@ -366,8 +366,11 @@ class Simulation:
         """Restore the state that `state_arrays` returned. Large arrays are removed from the mapping.
 
         Raises:
-            RunError: If the arrays are of another model, mechanism, server optimizer or number of clients.
+            RunError: If the arrays are of another model, mechanism, server optimizer, number of clients or version.
         """
+        for name in ("participated_K", "group_K", "round"):
+            if name not in arrays:
+                raise RunError(f"the checkpoint has no {name}: it is of another version of fedhdp", "checkpoint")
         leaves, tree = jax.tree.flatten(self.server_state)
         saved = [arrays[f"server_{i}"] for i in range(sum(name.startswith("server_") for name in arrays))]
         same_shapes = [leaf.shape for leaf in saved] == [leaf.shape for leaf in leaves]

@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from fedhdp.experiments.components import HandwritingConfig, MlpConfig
-from fedhdp.experiments.config import to_toml
+from fedhdp.experiments.toml import to_toml
 from fedhdp.mechanism import PrivacyGroup
 from fedhdp.reproduction import extensions, tables
 from fedhdp.reproduction.summary import Comparison, Line

@@ -137,7 +137,7 @@ def _account_named(name: str, rounds: int | None, delta: float | None, tuning: T
         _account_app(Deployment.from_app(path, **changes), json)
     else:
         from fedhdp.experiments import EXPERIMENTS, expand, with_options
-        from fedhdp.experiments.config import find
+        from fedhdp.experiments.toml import find
 
         name = str(path / EXPERIMENT_FILE) if path.is_dir() else name  # the directory of a run
         experiments = expand(with_options(find(name, EXPERIMENTS), changes))

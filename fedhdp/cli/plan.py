@@ -73,8 +73,8 @@ def plan(
     if json:
         print_json({"plans": plans} if compare else result)
     elif toml:
-        from fedhdp.experiments.config import to_toml
         from fedhdp.experiments.presets import plan_experiment
+        from fedhdp.experiments.toml import to_toml
 
         print(to_toml(plan_experiment(result)), end="")
     elif compare:

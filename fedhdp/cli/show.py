@@ -99,6 +99,8 @@ def legend(header: list[str]) -> str:
     """What the columns are."""
     parts = [f"{name}: the server's test set" for name in header if name.endswith("_g") and name[0] != "Δ"]
     parts.append("g and l: clients' own data, with the global and with personal models")
+    if any(name.startswith("a:") for name in header):
+        parts.append("a: with the averaged model")
     if any(name.startswith("c:") for name in header):
         parts.append("c: with the pull that each client chose")
     parts += [f"{name}: the averaged model" for name in header if name.endswith("_avg")]
@@ -108,7 +110,7 @@ def legend(header: list[str]) -> str:
 def plot(
     directories: Directories,
     x: Annotated[str, typer.Option(help="Key of the settings, such as weight or training.learning_rate; or round.")],
-    y: Annotated[str, typer.Option(help="The metric.")] = "accuracy",
+    y: Annotated[str | None, typer.Option(help="The metric. Default: the runs' first.")] = None,
     model: Annotated[str, typer.Option(help="Which model: global, personal, average or chosen.")] = "global",
     group: Annotated[
         list[str] | None, typer.Option(help="Whose data: a group, or server. Repeat it for a panel each.")
@@ -134,6 +136,7 @@ def plot(
         raise ConfigError(f"--out must end in {', '.join(PICTURES)}, got {str(out)!r}", "--out", str(out))
     require_matplotlib()
     runs = read_runs(directories)
+    y = runs[0].variants()[0][0].result.metrics[0].name if y is None else y
     lines = make_lines(runs, x, y, model, group or ())
     rounds = sorted({variant.result.rounds for run in runs for seeds in run.variants() for variant in seeds})
     names = ", ".join(dict.fromkeys(run.runs[0].experiment for run in runs))

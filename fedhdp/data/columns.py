@@ -130,12 +130,14 @@ def make_encoder(
             _refuse(name, rule, value, cells_N.tolist().index(value))
         if source is None:
             continue
-        source_N = _filled(column(source, name, "features"), fill, name)
-        if _is_text(cells_N):
-            values[name] = tuple(np.unique(_texts(source_N, name)).tolist())
+        parse = _texts if _is_text(cells_N) else _numbers
+        parse(_filled(cells_N, fill, name), name)  # before the rows of the source, whose numbers are not the table's
+        with errors_in("server"):  # public rows are the table's: they have no errors here
+            parsed_N = parse(_filled(column(source, name, "features"), fill, name), name)
+        if parse is _texts:
+            values[name] = tuple(np.unique(parsed_N).tolist())
         else:
-            number_N = _numbers(source_N, name)
-            numbers[name] = (float(number_N.mean()), float(number_N.std()) or 1.0)
+            numbers[name] = (float(parsed_N.mean()), float(parsed_N.std()) or 1.0)
     return Encoder(tuple(features), values, numbers, fill, closed=frozenset(categories or ()))
 
 

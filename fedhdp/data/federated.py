@@ -63,6 +63,15 @@ class FederatedData(NamedTuple):
     public_levels: tuple[str, ...] = ()
     server_has_client_data: bool = False
 
+    def __repr__(self) -> str:
+        """Name and sizes, without the arrays."""
+        levels = [] if self.levels is None else zip(*np.unique(self.levels, return_counts=True), strict=True)
+        of_levels = ", ".join(f"{count:,} {level}" for level, count in levels)
+        clients = f"{self.num_clients:,} clients" + (f" ({of_levels})" if of_levels else "")
+        train, test = (int(np.sum(part.count_K)) for part in (self.train, self.test))
+        examples = f"{train:,} training and {test:,} test examples, {len(self.server_y_N):,} of the server"
+        return f"FederatedData({self.name!r}: {clients}, {examples}, {self.classes} classes)"
+
     @property
     def num_clients(self) -> int:
         """The number of clients."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from fedhdp.experiments.batch import Interrupted, Progress, Watch
-from fedhdp.experiments.config import Experiment, Variant, find, from_toml, to_toml
+from fedhdp.experiments.config import Experiment
 from fedhdp.experiments.extension import extend
 from fedhdp.experiments.folder import RunFolder
 from fedhdp.experiments.presets import EXPERIMENTS, plan_experiment
 from fedhdp.experiments.runner import read_experiment, resume, run, run_or_resume, with_seeds
 from fedhdp.experiments.sweep import expand, with_options
+from fedhdp.experiments.toml import find, from_toml, to_toml
+from fedhdp.experiments.variant import Variant
 
 __all__ = [
     "EXPERIMENTS",

@@ -11,8 +11,10 @@ import msgspec
 import numpy as np
 
 from fedhdp.engine import personal_store
-from fedhdp.experiments.config import Experiment, Variant, without_none
+from fedhdp.experiments.config import Experiment
 from fedhdp.experiments.start import StartCost
+from fedhdp.experiments.toml import without_none
+from fedhdp.experiments.variant import Variant
 from fedhdp.mechanism import SERVER, Mechanism, mechanism_at
 from fedhdp.privacy.accounting import pluralize
 from fedhdp.privacy.budget import BudgetExhausted, RunBilling

@@ -1,119 +1,36 @@
-"""An experiment as a value, read from TOML and written to it: data, model, mechanism, training, variants to compare."""
+"""An experiment as a value: data, model, mechanism, training, variants to compare."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
-import tomli_w
 from msgspec.structs import replace
 
-from fedhdp.algorithms import ALGORITHM_NAMES, ALGORITHMS
 from fedhdp.client import LocalTraining
-from fedhdp.clips import AdaptiveClip, Clip, LayerClip, parse_clip
+from fedhdp.clips import AdaptiveClip, LayerClip
 from fedhdp.data import FederatedData
 from fedhdp.devices import use_cpu_cores
 from fedhdp.errors import ConfigError, DataError, InvalidValueError, require
-from fedhdp.experiments import components
 from fedhdp.experiments.components import BuiltInData, DataConfig, MlpConfig, ModelConfig, PythonFile, describe_data
 from fedhdp.experiments.errors import FieldNames, config_error
 from fedhdp.experiments.file_data import DataFiles
 from fedhdp.experiments.groups import group_counts, group_sizes, with_group_levels
-from fedhdp.experiments.schedules import WeightSchedule, as_weight, weight_at
 from fedhdp.experiments.start import StartFrom, as_start
+from fedhdp.experiments.variant import Variant
 from fedhdp.experiments.weights import count_parameters, has_known_shape
-from fedhdp.mechanism import Mechanism, Noise, Sampling, ScheduledMechanism, mechanism_at
+from fedhdp.mechanism import Mechanism, ScheduledMechanism, mechanism_at
 from fedhdp.metrics import NAMES
-from fedhdp.optimizers import ScheduleConfig, require_tables
+from fedhdp.optimizers import require_tables
 from fedhdp.privacy.accounting import Accountant, default_accountant
 from fedhdp.privacy.budget import Budget, OnBudgetExhausted
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 from fedhdp.results.loggers import Logger, check_names, resolve_paths
-from fedhdp.results.store import EXPERIMENT_FILE, is_directory_name, slug
+from fedhdp.results.store import slug
 from fedhdp.server import ServerOptimizer
-
-
-class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A row of an experiment's table: an algorithm, and what it changes in the experiment.
-
-    Args:
-        name: The row's name; its letters and digits name the directory of the results. By default the algorithm's.
-        algorithm: One of `fedhdp.algorithms.ALGORITHMS`.
-        weights: Weights of groups, by name, instead of the mechanism's: numbers, or schedules of optax over the rounds.
-        pulls: Pulls of groups, by name, instead of the mechanism's.
-        noise_multipliers: Noise multipliers of groups, by name, instead of the mechanism's.
-        epsilons: Epsilons of groups, by name, instead of the mechanism's epsilons or noise multipliers.
-        clip: How updates are clipped; None takes the mechanism's.
-        noise: How noise is shared among groups; None takes the mechanism's.
-        sampling: How cohorts are sampled; None takes the mechanism's.
-        training: Fields that replace those of the experiment's training.
-        server: Fields that replace those of the experiment's server optimizer.
-    """
-
-    name: str = ""
-    algorithm: str = "fedhdp"
-    weights: dict[str, Any] = {}
-    pulls: dict[str, float] = {}
-    noise_multipliers: dict[str, float] = {}
-    epsilons: dict[str, float] = {}
-    clip: Clip | None = None
-    noise: Noise | None = None
-    sampling: Sampling | None = None
-    training: dict[str, Any] = {}
-    server: dict[str, Any] = {}
-
-    def __post_init__(self) -> None:
-        require(self.algorithm in ALGORITHMS, "algorithm", self.algorithm, f"one of {', '.join(ALGORITHMS)}")
-        if self.clip is not None:
-            msgspec.structs.force_setattr(self, "clip", parse_clip(self.clip))
-        weights = {name: as_weight(weight, f"weights.{name}") for name, weight in self.weights.items()}
-        msgspec.structs.force_setattr(self, "weights", weights)
-        if self.name == "":
-            msgspec.structs.force_setattr(self, "name", ALGORITHM_NAMES[self.algorithm])
-        require(is_directory_name(self.name), "name", self.name, "short, and not the name of a file of the run")
-        both = sorted(set(self.epsilons) & set(self.noise_multipliers))
-        require(not both, "epsilons", both, "of groups without one of noise_multipliers")
-
-    def mechanism(
-        self, base: Mechanism, with_weights: Callable[[Mechanism, Iterable[str]], Mechanism] | None = None
-    ) -> ScheduledMechanism:
-        """Apply the variant's changes and its algorithm to the experiment's mechanism.
-
-        Returns:
-            The mechanism, or where a weight is a schedule a function of the round.
-
-        Args:
-            base: The experiment's mechanism.
-            with_weights: Sets the weights that neither the groups nor the variant state; None keeps those of ``base``.
-
-        Raises:
-            InvalidValueError: If a name is of no group, or a value is out of range.
-        """
-        names = [group.name for group in base.groups]
-        for field in ("weights", "pulls", "noise_multipliers", "epsilons"):
-            for name in getattr(self, field):
-                require(name in names, field, name, f"values by group ({', '.join(names)})")
-        groups = tuple(
-            msgspec.structs.replace(
-                group,
-                weight=weight_at(self.weights.get(group.name, group.weight), 0, f"weights.{group.name}"),
-                pull=self.pulls.get(group.name, group.pull),
-                noise_multiplier=self.noise_multipliers.get(group.name, group.noise_multiplier),
-            )
-            for group in base.groups
-        )
-        clip, noise, sampling = self.clip or base.clip, self.noise or base.noise, self.sampling or base.sampling
-        mechanism = Mechanism(groups, clip, noise, sampling)
-        if with_weights is not None and mechanism.without_pulls != base.without_pulls:
-            mechanism = with_weights(mechanism, self.weights)
-        scheduled = tuple(item for item in self.weights.items() if isinstance(item[1], ScheduleConfig))
-        if scheduled:
-            return WeightSchedule(mechanism, scheduled, self.algorithm)
-        return ALGORITHMS[self.algorithm](mechanism)
 
 
 class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -376,71 +293,3 @@ _PARTS = (
     Budget,
 )
 FIELDS = FieldNames([*get_args(DataConfig), *get_args(ModelConfig), *get_args(Logger), *_PARTS, Experiment])
-
-
-def from_toml(text: str, source: str) -> Experiment:
-    """Read an experiment; messages name the source, which by default names the experiment too.
-
-    Raises:
-        ConfigError: If it is not TOML, or a field is unknown, missing, of the wrong type or out of range.
-    """
-    try:
-        raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source}: not TOML: {error}") from error
-    raw.setdefault("name", Path(source).stem)
-    for table, names in components.COMPONENT_NAMES.items():
-        if isinstance(raw.get(table), dict):
-            raw[table] = {"name": names[0]} | raw[table]
-            name = raw[table]["name"]
-            if name not in names:
-                rule = f"{table}.name must be one of {', '.join(names)}, got {name!r}"
-                raise ConfigError(f"{source}: {rule}", f"{table}.name", name)
-    try:
-        return msgspec.convert(raw, Experiment)
-    except msgspec.ValidationError as error:
-        raise config_error(error, raw, FIELDS, source) from error
-
-
-def to_toml(experiment: Experiment) -> str:
-    """Write an experiment, so that reading it gives the same value."""
-    return tomli_w.dumps(without_none(msgspec.to_builtins(experiment)))
-
-
-def without_none(value: Any) -> Any:
-    """Builtin values without the fields that are None, which TOML cannot express."""
-    if isinstance(value, dict):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
-    return [without_none(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def find(name: str, presets: Mapping[str, Callable[[], Experiment]]) -> Experiment:
-    """Find an experiment by the name of a built-in one or of a TOML file, to which its paths are relative.
-
-    Raises:
-        ConfigError: If there is no such experiment, or the file cannot be read.
-    """
-    if name in presets:
-        return presets[name]()
-    path = Path(name)
-    if (path / EXPERIMENT_FILE).is_file():
-        hint = f"to resume it: fedhdp run --resume {name}; to run it again: fedhdp run {path / EXPERIMENT_FILE}"
-        raise ConfigError(f"{name} is the directory of a run; {hint}", "experiment", name)
-    if path.suffix != ".toml":
-        message = f"there is no experiment {name!r}; there are {', '.join(presets)}, or name a TOML file"
-        raise ConfigError(message, "experiment", name)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{name} cannot be read: {error.strerror}", "experiment", name) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{name}: not TOML: {error}", "experiment", name) from error
-    experiment, directory = from_toml(text, name), path.absolute().parent
-    if not experiment.sweep:
-        return experiment.resolve(directory)
-    from fedhdp.experiments.sweep import resolve_sweep
-
-    try:
-        return replace(experiment.resolve(directory), sweep=resolve_sweep(experiment, directory))
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}", error.field, error.value) from error

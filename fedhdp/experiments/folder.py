@@ -14,10 +14,11 @@ import numpy as np
 from fedhdp.devices import use_cpu_cores
 from fedhdp.errors import RunError
 from fedhdp.experiments.batch import Watch
-from fedhdp.experiments.config import Experiment, to_toml
+from fedhdp.experiments.config import Experiment
 from fedhdp.experiments.extension import extend
 from fedhdp.experiments.runner import read_experiment, resume, run, with_seeds
 from fedhdp.experiments.sweep import changes, expand
+from fedhdp.experiments.toml import to_toml
 from fedhdp.results import comparison
 from fedhdp.results.provenance import provenance
 from fedhdp.results.schema import Summary

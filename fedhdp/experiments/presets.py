@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from fedhdp.client import LocalTraining
 from fedhdp.clips import AdaptiveClip
 from fedhdp.experiments.components import CnnConfig, HandwritingConfig, MlpConfig
-from fedhdp.experiments.config import Experiment, Variant
+from fedhdp.experiments.config import Experiment
+from fedhdp.experiments.variant import Variant
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ from fedhdp.devices import use_cpu_cores
 from fedhdp.engine.personal_store import personal_bytes, personal_bytes_limit
 from fedhdp.errors import ConfigError, RunError
 from fedhdp.experiments.batch import Interrupted, Progress, VariantBatch, Watch
-from fedhdp.experiments.config import Experiment, from_toml, to_toml
+from fedhdp.experiments.config import Experiment
 from fedhdp.experiments.start import copy_start, read_start
 from fedhdp.experiments.sweep import expand
+from fedhdp.experiments.toml import from_toml, to_toml
 from fedhdp.mechanism import Mechanism, ScheduledMechanism, mechanism_at
 from fedhdp.metrics import replace_metrics
 from fedhdp.models import Model, parameter_sizes, unname_parameters

@@ -18,8 +18,9 @@ import msgspec
 from msgspec.structs import replace
 
 from fedhdp.errors import ConfigError, FedHDPError
-from fedhdp.experiments.config import FIELDS, Experiment, Variant
+from fedhdp.experiments.config import FIELDS, Experiment
 from fedhdp.experiments.errors import config_error
+from fedhdp.experiments.variant import Variant
 from fedhdp.mechanism import SENSITIVITY
 from fedhdp.privacy.calibration import GroupConfig, noise_multiplier_for
 from fedhdp.results.store import is_directory_name, slug

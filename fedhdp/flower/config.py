@@ -20,8 +20,9 @@ import tomli_w
 from fedhdp.client import LocalTraining
 from fedhdp.clips import Clip, parse_clip
 from fedhdp.errors import ConfigError, require
-from fedhdp.experiments.config import FIELDS, without_none
+from fedhdp.experiments.config import FIELDS
 from fedhdp.experiments.errors import config_error
+from fedhdp.experiments.toml import without_none
 from fedhdp.mechanism import Mechanism, Noise, PrivacyGroup
 from fedhdp.metrics import is_metric_name
 from fedhdp.optimizers import require_tables

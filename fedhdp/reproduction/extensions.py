@@ -14,8 +14,9 @@ from msgspec.structs import replace
 from fedhdp import AdaptiveClip, ServerOptimizer
 from fedhdp.errors import ConfigError
 from fedhdp.experiments.components import BuiltInData
-from fedhdp.experiments.config import Experiment, Variant
+from fedhdp.experiments.config import Experiment
 from fedhdp.experiments.presets import OPTED_OUT, PRIVATE
+from fedhdp.experiments.variant import Variant
 from fedhdp.mechanism import Sampling
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 from fedhdp.reproduction import tables

@@ -19,7 +19,8 @@ from msgspec.structs import replace
 import fedhdp
 from fedhdp.errors import RunError
 from fedhdp.experiments import runner
-from fedhdp.experiments.config import Experiment, from_toml
+from fedhdp.experiments.config import Experiment
+from fedhdp.experiments.toml import from_toml
 from fedhdp.reproduction.tables import Part
 from fedhdp.results import store
 

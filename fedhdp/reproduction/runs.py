@@ -17,8 +17,9 @@ from msgspec.structs import replace
 
 from fedhdp import Mechanism
 from fedhdp.errors import RunError
-from fedhdp.experiments.config import Experiment, from_toml
+from fedhdp.experiments.config import Experiment
 from fedhdp.experiments.presets import OPTED_OUT, PRIVATE
+from fedhdp.experiments.toml import from_toml
 from fedhdp.mechanism import mechanism_at
 from fedhdp.privacy.accounting import compose, is_accounting_installed
 from fedhdp.privacy.costs import privacy_costs

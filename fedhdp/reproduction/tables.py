@@ -28,8 +28,9 @@ from fedhdp.experiments.components import (
     MnistConfig,
     ModelConfig,
 )
-from fedhdp.experiments.config import Experiment, Variant
+from fedhdp.experiments.config import Experiment
 from fedhdp.experiments.presets import OPTED_OUT, PAPER_TRAINING, PRIVATE
+from fedhdp.experiments.variant import Variant
 from fedhdp.mechanism import Sampling
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 

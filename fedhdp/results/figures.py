@@ -85,7 +85,9 @@ def draw(lines: Lines, metric: str, model: str, title: str, path: Path) -> None:
         place: dict[str, Any] = {"loc": "outside lower center", "ncols": legend_columns, "frameon": False}
         figure.legend(list(handles.values()), list(handles), **place)
         of_group = f", {_owner(next(iter(lines.groups)))}" if panels == 1 else ""
-        subject = f"{metric.replace('_', ' ').capitalize()} of the {MODELS.get(model, model)}{of_group}"
+        subject = (
+            f"{metric.replace('_', ' ').capitalize().replace('Auc', 'AUC')} of the {MODELS.get(model, model)}{of_group}"
+        )
         texts = (f"{subject}, by {_x_label(lines.x)}", f"{title}; {_interval_text(lines)}")
         figure.suptitle("\n".join(textwrap.fill(text, int(width * 13)) for text in texts), fontsize=10.5)
         metadata: dict[str, Any] = {"Date": None} if path.suffix == ".svg" else {}

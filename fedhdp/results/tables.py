@@ -41,10 +41,10 @@ def table_cells(
     """Format a metric of results as the cells of a table, with the variance across clients in parentheses.
 
     Acc_g is the accuracy on the server's test set, if it has one, and Acc_avg that of the averaged model; another metric's
-    columns have its name. For each group follow the clients' means on their own data: with the global model (g), with their
-    personal models (l) and, where clients hold out data, with the pull that each chose (c). With two groups, Δ says by how
-    much the less private are better off than the more private. As in the paper, a variance of rates is that of fractions,
-    times 100.
+    columns have its name. For each group follow the clients' means on their own data: with the global model (g), where the
+    server has no test set with the averaged model (a), with their personal models (l) and, where clients hold out data,
+    with the pull that each chose (c). With two groups, Δ says by how much the less private are better off than the more
+    private. As in the paper, a variance of rates is that of fractions, times 100.
 
     Args:
         variants: A row each; all have the same groups.
@@ -77,15 +77,17 @@ def _columns(variants: list[VariantResult], other_seeds: Sequence[list[VariantRe
     shown = variants[0].metrics[0].name if metric is None else metric
     require(shown in metrics, "metric", shown, f"one that was measured ({', '.join(metrics)})")
     all_groups = [group for variant in variants for group in variant.groups]
-    models = {"g": "global"}
-    for letter, model in (("l", "personal"), ("c", "chosen")):
-        if any(group.value(shown, model) is not None for group in all_groups):
-            models[letter] = model
     server_models = {
         suffix: model
         for suffix, model in (("g", "global"), ("avg", "average"))
         if any(variant.value(shown, model) is not None for variant in variants)
     }
+    models = {"g": "global"}
+    for letter, model in (("a", "average"), ("l", "personal"), ("c", "chosen")):
+        if model == "average" and server_models:
+            continue  # shown on the server's test set
+        if any(group.value(shown, model) is not None for group in all_groups):
+            models[letter] = model
     return _Columns(metrics[shown], names[::-1], models, server_models)
 
 
@@ -108,19 +110,17 @@ def footnotes(variants: list[VariantResult]) -> list[str]:
     """The assumptions of the epsilons, runs that stopped early, refused updates, and noise that is not private."""
     lines: dict[str, list[str]] = {}
     for variant in variants:
-        for note in [*variant.notes, *_clients_left_out(variant)]:
+        for note in variant.notes:
             lines.setdefault(note, []).append(variant.name)
         for group in variant.groups:
-            if group.epsilon is not None and group.epsilon_basis is not None:
-                line = f"ε {group.name} = {format_epsilon(group.epsilon, 3)}: {group.epsilon_basis}"
-                lines.setdefault(line, []).append(variant.name)
             if group.surplus is not None:
                 line = f"{group.name} has more noise than it asked for, {group.surplus}"
                 lines.setdefault(line, []).append(variant.name)
         if variant.algorithm == "dp_fedavg" and any(map(_has_less_epsilon, variant.groups)):
             line = "every group has the noise of the strictest, which the algorithm gives to all"
             lines.setdefault(line, []).append(variant.name)
-    notes = [f"{line} [{'; '.join(dict.fromkeys(names))}]" for line, names in lines.items()]
+    notes = [*_clients_left_out(variants), *_epsilon_notes(variants)]
+    notes += [f"{line} {_brackets(names)}" for line, names in lines.items()]
     if any(group.epsilon_target is not None for variant in variants for group in variant.groups):
         notes.insert(0, "ε: asked for → had")
     for variant in variants:
@@ -135,15 +135,47 @@ def footnotes(variants: list[VariantResult]) -> list[str]:
     return notes
 
 
-def _clients_left_out(variant: VariantResult) -> list[str]:
-    """How many clients the means of the first metric count, where these are not all."""
-    name, parts = variant.metrics[0].name, []
-    for group in variant.groups:
-        count = group.value(f"{name}_clients")
-        if count is not None and count < group.clients:
-            parts.append(f"{count:.0f} of {group.clients} of {group.name}")
+def _brackets(names: Sequence[str]) -> str:
+    """The variants that a footnote is about, in brackets; of many the first."""
+    unique = list(dict.fromkeys(names))
+    rest = [f"and {len(unique) - 2} more"] if len(unique) > 3 else []
+    return f"[{'; '.join([*unique[: 2 if rest else 3], *rest])}]"
+
+
+def _epsilon_notes(variants: Sequence[VariantResult]) -> list[str]:
+    """The assumptions of each epsilon, with all groups and variants that have it."""
+    holders: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for variant in variants:
+        for group in variant.groups:
+            if group.epsilon is not None and group.epsilon_basis is not None:
+                names = holders.setdefault((format_epsilon(group.epsilon, 3), group.epsilon_basis), {})
+                names.setdefault(group.name, []).append(variant.name)
+    notes = []
+    for (epsilon, basis), names in holders.items():
+        groups: dict[str, list[str]] = {}
+        for group_name, of_variants in names.items():
+            groups.setdefault(_brackets(of_variants), []).append(group_name)
+        notes += [f"ε {', '.join(alike)} = {epsilon}: {basis} {brackets}" for brackets, alike in groups.items()]
+    return notes
+
+
+def _clients_left_out(variants: Sequence[VariantResult]) -> list[str]:
+    """How many clients the means of the first metric count, where these are not all; over variants and seeds."""
+    counts: dict[tuple[str, str, int], list[float]] = {}
+    for variant in variants:
+        for group in variant.groups:
+            name = variant.metrics[0].name
+            count = group.value(f"{name}_clients")
+            if count is not None:
+                counts.setdefault((name, group.name, group.clients), []).append(count)
+    parts: dict[str, list[str]] = {}
+    for (name, group_name, clients), values in counts.items():
+        low, high = f"{min(values):.0f}", f"{max(values):.0f}"
+        if min(values) < clients:
+            count_text = low if low == high else f"{low} to {high}"
+            parts.setdefault(name, []).append(f"{count_text} of {clients} of {group_name}")
     reason = "others have no test examples, or it is undefined there"
-    return [f"{name} counts these clients: {', '.join(parts)}; {reason}"] if parts else []
+    return [f"{name} counts these clients: {', '.join(texts)}; {reason}" for name, texts in parts.items()]
 
 
 def _has_less_epsilon(group: GroupResult) -> bool:

@@ -7,7 +7,7 @@ import re
 import msgspec
 import pytest
 
-from fedhdp.experiments.config import from_toml
+from fedhdp.experiments.toml import from_toml
 from fedhdp.mechanism import Mechanism
 
 PLAN = ("plan", "--level", "none:inf:5%", "--level", "relaxed:8:35%", "--level", "strict:2:0.6")

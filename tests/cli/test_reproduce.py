@@ -14,7 +14,7 @@ from rich.console import Console
 
 from fedhdp.cli import _options
 from fedhdp.cli._progress import ProgressDisplay
-from fedhdp.experiments.config import from_toml
+from fedhdp.experiments.toml import from_toml
 from fedhdp.reproduction import extensions, figures, render, runner
 from fedhdp.reproduction.comparison import compare
 from fedhdp.reproduction.tables import TableRow

@@ -180,3 +180,11 @@ def test_wrong_cells_are_named_by_column_and_row():
             FederatedData.from_dataframe(with_cell("age", 7, value), **COLUMNS, **SEX)
     with pytest.raises(DataError, match=r"^test: age .* row 8"):
         FederatedData.from_dataframe(TABLE, **COLUMNS, **SEX, test=with_cell("age", 7, "old"))
+
+
+def test_rows_of_errors_are_the_tables():
+    frame = with_cell("age", 21, None)  # of clinic A, whose rows are the source of the statistics
+    with pytest.raises(DataError, match="row 22"):
+        FederatedData.from_dataframe(frame, **COLUMNS, standardize="public", public=["open"])
+    with pytest.raises(DataError, match="server: age is missing in row 22"):
+        FederatedData.from_dataframe(TABLE, **COLUMNS, standardize="server", server=frame)

@@ -20,6 +20,12 @@ def test_examples_from_lists():
         examples(np.zeros((2, 1)), np.zeros(2), [1.5, 0.5])
 
 
+def test_printed_data_has_no_arrays():
+    x_N, ids = np.zeros((6, 1), np.float32), [*"aabbcc"]
+    built = FederatedData.from_arrays(x_N, [0, 1] * 3, ids, {"a": "open", "b": "strict", "c": "strict"}, test=0.5)
+    assert repr(built).startswith("FederatedData('arrays': 3 clients (1 open, 2 strict), 3 training and 3 test")
+
+
 def test_held_out_examples_are_never_trained_on(data):
     chosen = hold_out(data, 0.3, seed=5)
     for k in range(data.num_clients):

@@ -23,7 +23,8 @@ from fedhdp.algorithms import ALGORITHMS
 from fedhdp.client import LocalTraining
 from fedhdp.clips import AdaptiveClip, LayerClip
 from fedhdp.experiments.components import DataConfig, ModelConfig
-from fedhdp.experiments.config import Experiment, Variant
+from fedhdp.experiments.config import Experiment
+from fedhdp.experiments.variant import Variant
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 from fedhdp.privacy.ledger import Budget, Ledger

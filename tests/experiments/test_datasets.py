@@ -13,8 +13,8 @@ from fedhdp.datasets.importers.files import import_files
 from fedhdp.errors import DataError
 from fedhdp.experiments import EXPERIMENTS
 from fedhdp.experiments.components import FemnistConfig, HandwritingConfig, MnistConfig
-from fedhdp.experiments.config import from_toml, to_toml
 from fedhdp.experiments.groups import with_group_levels
+from fedhdp.experiments.toml import from_toml, to_toml
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 
 

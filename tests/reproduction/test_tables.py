@@ -9,7 +9,7 @@ from helpers import raises_field
 from reproduction_runs import HANDWRITING
 
 from fedhdp.experiments.components import FemnistConfig, MnistConfig
-from fedhdp.experiments.config import from_toml, to_toml
+from fedhdp.experiments.toml import from_toml, to_toml
 from fedhdp.privacy.accounting import gaussian_epsilon
 from fedhdp.reproduction import tables
 from fedhdp.reproduction.extensions import make_parts, parse_rows

@@ -86,7 +86,22 @@ def test_footnotes_say_how_many_clients_count():
     ]
     (note,) = footnotes([variant(*groups, metrics=metrics), replace(variant(*groups, metrics=metrics), name="other")])
     assert note.startswith("auc counts these clients: 3 of 5 of b;")
-    assert note.endswith("[plain; other]")
+    fewer = [groups[0], group("b", values={"global/auc": 0.5, "global/auc_clients": 2})]
+    (note,) = footnotes([variant(*groups, metrics=metrics), variant(*fewer, metrics=metrics)])  # two seeds
+    assert note.startswith("auc counts these clients: 2 to 3 of 5 of b;")
+
+
+def test_footnotes_about_many_variants_are_short():
+    same = [group(name, epsilon=1.2, epsilon_basis="delta 1e-05") for name in "ab"]
+    (note,) = footnotes([replace(variant(*same), name=f"row {number}") for number in range(9)])
+    assert note == "ε a, b = 1.200: delta 1e-05 [row 0; row 1; and 7 more]"
+
+
+def test_averaged_model_without_a_server_test_set():
+    groups = [group(name, values={"global/accuracy": 0.5, "average/accuracy": 0.625}) for name in "ab"]
+    header, (row,) = table_cells([replace(variant(*groups), values={})], variances=False)
+    assert dict(zip(header, row, strict=True))["a: b"] == "62.50"
+    assert "Acc_g" not in header
 
 
 def test_text_has_rows_and_footnotes():

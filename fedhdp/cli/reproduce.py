@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fedhdp.cli._compilation_cache import use_compilation_cache
 from fedhdp.cli._options import Json, parse_seeds, require_matplotlib
 from fedhdp.cli._output import console, error_console, new_table, print_json, print_table, table_width
 from fedhdp.errors import ConfigError
@@ -115,6 +116,7 @@ def reproduce(
 
     `fedhdp reproduce --docs docs/results`
     """
+    use_compilation_cache()
     if docs is not None:
         _refuse_other_options(context, "--docs", {"docs"})
         require_matplotlib()

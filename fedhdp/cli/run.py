@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedhdp.cli._compilation_cache import use_compilation_cache
 from fedhdp.cli._options import Json, parse_seeds
 from fedhdp.cli._output import console, epsilon_text, error_console, print_json
 from fedhdp.cli.show import TABLE_WIDTH
@@ -98,10 +99,12 @@ def run(
         if changes.keys() - {"rounds"} or out is not None or experiment is not None:
             rule = "--resume continues a run as it was started: no experiment, no option but --rounds and --json"
             raise ConfigError(rule, "resume", str(resume))
+        use_compilation_cache()
         _resume(resume, rounds, allow_more_epsilon, json)
         return
     if allow_more_epsilon:
         raise ConfigError("--allow-more-epsilon needs --resume and --rounds", "--allow-more-epsilon", True)
+    use_compilation_cache()
     value, directory = _experiment(experiment or "quickstart", changes, out)
     _run(value, directory, None if seeds is None else parse_seeds(seeds), json)
 

@@ -58,9 +58,14 @@ def data_directory() -> Path:
     directory = os.environ.get(DIRECTORY_VARIABLE)
     if directory:
         return Path(directory).expanduser()
+    return cache_home() / "fedhdp"
+
+
+def cache_home() -> Path:
+    """The user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification ignores a relative path.
-    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "fedhdp"
+    return Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
 
 
 def read_contents(name: str, directory: Path | None = None) -> Contents | None:

@@ -3,7 +3,7 @@
 The server obeys a ``Mechanism``, accounting prices it, the ledger records it, the report prints it. What a group's epsilon
 depends on is computed here and nowhere else: who is sampled with which probability, how far one client moves each released
 sum, and how much noise each sum gets. Accounting composes these numbers over rounds; the engine rounds the norms of updates
-up, so that no clipped update is longer than the clip.
+up, so that no clipped update is longer than the clip. With exact arithmetic updates are integers (``exact.py``).
 
 | paper      | name                                | meaning                                                            |
 | ---------- | ----------------------------------- | ------------------------------------------------------------------ |
@@ -37,6 +37,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -49,11 +50,16 @@ from fedhdp.errors import require
 
 Noise = Literal["shared", "per_group"]
 Sampling = Literal["poisson", "fixed"]
+Arithmetic = Literal["float32", "exact"]
 SERVER = "server"  # the group name of the server's own metrics
 MAX_VALUE = 1e9  # of a noise multiplier, a weight or a pull, so that nothing overflows
 MIN_NOISE, MIN_WEIGHT = 1e-6, 1e-15  # so that noise is never too small for single precision
 FLOAT32_UNIT_ROUNDOFF = 2.0**-24  # the largest relative error of rounding to single precision
 ROUND_UP_FACTOR = 1 + 2.0**-22  # so that rounding to single precision never leaves less noise than required
+GRID_BITS = (
+    26  # the largest weight and the noise have at most this many bits on the grid: squared norms stay below 2**53
+)
+MAX_BIT_NOISE = 1e13  # so that noised counts of clip bits are 64-bit integers
 
 # How many clients' contributions differ between neighbouring data sets: with Poisson sampling a client is added or removed,
 # with cohorts of fixed size one is replaced.
@@ -113,6 +119,24 @@ class RoundParams(NamedTuple):
     clip_learning_rate: np.float32
 
 
+class GridParams(NamedTuple):
+    """The numbers of one round with exact arithmetic: clipped, weighted updates are integers, in steps of a grid.
+
+    A step is the clip times ``step``, a power of two. Weights are multiplied before updates are rounded, so that a client
+    of group g moves the sum by at most ``bound_G[g]`` steps, √L times with clips for L layers.
+    """
+
+    step: float  # of the grid, in clips
+    weight_G: tuple[float, ...]  # in steps
+    bound_G: tuple[int, ...]  # the largest norm of a clipped, weighted update in steps: at most weight_G
+    update_noise_stddev: float  # in steps
+    bit_noise_stddev: float  # of the noise on each sum of bits that are 1 or −1
+    expected_weight: float
+    expected_cohort_size: float
+    quantile: float
+    clip_learning_rate: float
+
+
 class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The privacy groups, and how updates are sampled, clipped, noised and weighted.
 
@@ -123,6 +147,8 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             group, as the paper has it, so that each group's own sum could be released too.
         sampling: "poisson" samples every client independently and divides by the expected cohort. "fixed" samples a fixed
             number of each group's clients, as the paper has it.
+        arithmetic: "float32" sums clipped updates in single precision. "exact" sums them as integers, whose sensitivity
+            and noise have no rounding errors.
 
     Raises:
         InvalidValueError: If a field is out of range, or the clip bits alone cost more than a group's noise multiplier.
@@ -132,6 +158,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clip: Clip
     noise: Noise = "shared"
     sampling: Sampling = "poisson"
+    arithmetic: Arithmetic = "float32"
 
     def __post_init__(self) -> None:
         require(len(self.groups) >= 1, "groups", self.groups, "one or more")
@@ -139,11 +166,15 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(count == 1, "groups", name, "of different names")
         require(self.noise in ("shared", "per_group"), "noise", self.noise, "'shared' or 'per_group'")
         require(self.sampling in ("poisson", "fixed"), "sampling", self.sampling, "'poisson' or 'fixed'")
+        require(self.arithmetic in ("float32", "exact"), "arithmetic", self.arithmetic, "'float32' or 'exact'")
         msgspec.structs.force_setattr(self, "clip", parse_clip(self.clip))
         least = self.max_noise_multiplier * self.bit_l2_sensitivity
         if self.is_adaptive and least > 0:
             rule = f"above {least:g} (the largest noise multiplier × sensitivity), or the clip bits alone cost more"
             require(self.bit_noise_stddev > least, "bit_noise_stddev", self.bit_noise_stddev, rule)
+        if self.arithmetic == "exact":
+            rule = f"at most {MAX_BIT_NOISE:g} where arithmetic is exact"
+            require(self.bit_noise_stddev <= MAX_BIT_NOISE, "bit_noise_stddev", self.bit_noise_stddev, rule)
 
     @property
     def clients(self) -> int:
@@ -248,9 +279,12 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         A sum in single precision is rounded at every client, up or down, by up to 2**-24 of its value. With n clients that
         adds up to about √n times as much: little, unless others weigh far more. n is a number that is hardly ever exceeded.
+        A sum of integers is not rounded, so with exact arithmetic there is nothing to add.
         """
         if group.weight == 0:
             return 0.0
+        if self.arithmetic == "exact":
+            return self.clip_l2_norm * group.weight
         sizes = [self.expected_cohort_size(group) for group in self.groups]
         max_sizes = [size + 4 * math.sqrt(size) for size in sizes]
         max_weight = sum(group.weight * size for group, size in zip(self.groups, max_sizes, strict=True))
@@ -301,6 +335,25 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             expected_cohort_size=np.float32(self.expected_cohort_size()),
             quantile=np.float32(clip.quantile),
             clip_learning_rate=np.float32(clip.learning_rate),
+        )
+
+    @property
+    def grid_params(self) -> GridParams:
+        """The numbers of one round with exact arithmetic, in double precision."""
+        clip = AdaptiveClip(self.clip, learning_rate=0.0) if isinstance(self.clip, float) else self.clip
+        largest = max(*(group.weight for group in self.groups), self.update_noise_stddev, MIN_WEIGHT)
+        exponent = GRID_BITS - math.frexp(largest)[1]  # `largest` is below 2**frexp
+        steps_G = [Fraction(group.weight) * Fraction(2) ** exponent for group in self.groups]
+        return GridParams(
+            step=math.ldexp(1.0, -exponent),
+            weight_G=tuple(map(float, steps_G)),
+            bound_G=tuple(map(math.floor, steps_G)),
+            update_noise_stddev=math.ldexp(self.update_noise_stddev * ROUND_UP_FACTOR, exponent),
+            bit_noise_stddev=2 * self.bit_noise_stddev * ROUND_UP_FACTOR,
+            expected_weight=self.expected_weight,
+            expected_cohort_size=self.expected_cohort_size(),
+            quantile=clip.quantile,
+            clip_learning_rate=clip.learning_rate,
         )
 
 

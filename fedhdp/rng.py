@@ -8,6 +8,7 @@ repeatable and not private.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -25,3 +26,8 @@ def os_entropy(words: int) -> np.ndarray:
     """Words of 32 bits from the operating system's entropy, the same in all processes of a ``jax.distributed`` run."""
     entropy = np.frombuffer(os.urandom(4 * words), np.uint32)
     return entropy if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(entropy))
+
+
+def noise_bytes(noise_seed: int | None, round: int) -> Callable[[int], bytes]:
+    """The source of a round's random bytes for exact arithmetic: the operating system's entropy, or a stream of the seed."""
+    return os.urandom if noise_seed is None else np.random.default_rng([noise_seed, NOISE, round]).bytes

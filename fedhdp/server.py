@@ -2,6 +2,7 @@
 
 Everything that is released is computed in this file. Its numbers come from ``Mechanism.round_params`` alone. The caller
 gives the random generator of the cohort, the key of the noise, and the updates: their norms and a function that sums them.
+With exact arithmetic clipping, summing and noise are those of ``exact.py``; the rest is the same.
 
 ``Sums`` can be added: over the clients of a chunk, over chunks, devices and messages. Only ``private_mean`` reads the total,
 and only its result may leave the server. Everything after it is post-processing and costs no privacy. The number of refused
@@ -288,10 +289,25 @@ def finish_round(
 ) -> ServerState:
     """Add the noise and apply the update: theta ← theta + noised update, S ← next clip. The noise's key is used once."""
     update_P, clip = private_mean(params, state.clip, sums, key, layers)
+    return apply_update(optimizer, state, update_P, clip, sums.refused_G)
+
+
+def apply_update(
+    optimizer: ServerOptimizer, state: ServerState, update_P: Array, clip: Array, refused_G: Array
+) -> ServerState:
+    """Move the global model by a noised update, and take over the next clip.
+
+    Args:
+        optimizer: The server's optimizer.
+        state: The state before the round.
+        update_P: The noised update.
+        clip: The next round's clip, or clips.
+        refused_G: The updates that the round refused, by group.
+    """
     step_P, optimizer_state = optimizer.transformation().update(-update_P, state.optimizer, state.theta_P)
     theta_P = state.theta_P + jnp.asarray(step_P)
     average = None if optimizer.average is None else optax.ema(optimizer.average).update(theta_P, state.average)[1]
-    return ServerState(theta_P, clip, optimizer_state, average, state.refused_G + sums.refused_G)
+    return ServerState(theta_P, clip, optimizer_state, average, state.refused_G + refused_G)
 
 
 def averaged_model(optimizer: ServerOptimizer, state: ServerState) -> Array:

@@ -174,6 +174,7 @@ class Simulation:
             rule = f"of the groups {self._group_sizes}"  # the clients keep their groups
             require(mechanism.group_sizes == self._group_sizes, "mechanisms", mechanism.group_sizes, rule)
             self.training.check(mechanism)
+            require(mechanism.arithmetic == "float32", "arithmetic", mechanism.arithmetic, "'float32' in a simulation")
         trained = dict(zip(self.run_of, (mechanism.without_pulls for mechanism in mechanisms), strict=True))
         shared = all(trained[run] == m.without_pulls for run, m in zip(self.run_of, mechanisms, strict=True))
         require(shared, "mechanisms", len(mechanisms), "such that those of a run differ in their pulls alone")

@@ -18,9 +18,9 @@ PACKAGE = ROOT / "fedhdp"
 RULE = """
 cli → reproduction, flower → experiments → simulation, datasets, theory
 simulation → engine, results → privacy        adapters → models
-engine → client, server → models, metrics, optimizers, data, rng, devices
+engine → client, server, exact → models, metrics, optimizers, data, rng, devices
 theory → algorithms, privacy → mechanism        datasets → data, devices, mechanism        (privacy, theory, results: no JAX)
-client, server, algorithms → mechanism → clips        models, metrics, optimizers, data, rng, devices → nothing but errors
+client, server, exact, algorithms → mechanism → clips   models, metrics, optimizers, data, rng, devices → nothing but errors
 """  # a part may import what is to the right of an arrow, and what that may import
 
 
@@ -122,7 +122,7 @@ def test_library_is_imported_by_one_package(library, places):
     assert {part(file) for file, module in imports() if module.split(".")[0] == library} <= places
 
 
-@pytest.mark.parametrize("name", ["errors", "clips", "mechanism", "privacy", "theory", "results"])
+@pytest.mark.parametrize("name", ["errors", "clips", "mechanism", "exact", "privacy", "theory", "results"])
 def test_packages_without_jax(name):
     assert not [file for file, module in imports() if part(file) == name and module.split(".")[0] == "jax"]
 

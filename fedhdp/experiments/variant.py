@@ -86,7 +86,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for group in base.groups
         )
         clip, noise, sampling = self.clip or base.clip, self.noise or base.noise, self.sampling or base.sampling
-        mechanism = Mechanism(groups, clip, noise, sampling)
+        mechanism = Mechanism(groups, clip, noise, sampling, base.arithmetic)
         if with_weights is not None and mechanism.without_pulls != base.without_pulls:
             mechanism = with_weights(mechanism, self.weights)
         scheduled = tuple(item for item in self.weights.items() if isinstance(item[1], ScheduleConfig))

@@ -23,7 +23,7 @@ from fedhdp.errors import ConfigError, require
 from fedhdp.experiments.config import FIELDS
 from fedhdp.experiments.errors import config_error
 from fedhdp.experiments.toml import without_none
-from fedhdp.mechanism import Mechanism, Noise, PrivacyGroup
+from fedhdp.mechanism import Arithmetic, Mechanism, Noise, PrivacyGroup
 from fedhdp.metrics import is_metric_name
 from fedhdp.optimizers import require_tables
 from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT
@@ -46,6 +46,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         levels: The privacy levels on offer, by name.
         clip: A fixed clip, one that follows a quantile of the update norms, or one for each layer.
         noise: As in ``Mechanism``.
+        arithmetic: As in ``Mechanism``, but exact by default.
         name: The heading of the table of results.
         training: The local training of clients that use ``jax_trainer``.
         server: The server's optimizer.
@@ -72,6 +73,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     levels: dict[str, PrivacyLevel]
     clip: Clip
     noise: Noise = "shared"
+    arithmetic: Arithmetic = "exact"
     name: str = "deployment"
     training: LocalTraining = LocalTraining()
     server: ServerOptimizer = ServerOptimizer()
@@ -176,7 +178,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
             for name, level in self.levels.items()
             if clients.get(name)
         )
-        return MechanismConfig(groups, self.clip, self.noise, "poisson")
+        return MechanismConfig(groups, self.clip, self.noise, "poisson", self.arithmetic)
 
     def delta_of(self, level: str) -> float:
         """The delta at which a level's epsilon is computed."""

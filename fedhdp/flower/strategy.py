@@ -13,11 +13,9 @@ import itertools
 import math
 import secrets
 from collections.abc import Iterable, Iterator
-from functools import partial
 from logging import INFO, WARNING
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
@@ -26,6 +24,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedhdp import server
+from fedhdp.flower.aggregation import start_aggregation
 from fedhdp.flower.config import Deployment
 from fedhdp.flower.counts import MessageCounts
 from fedhdp.flower.protocol import (
@@ -46,26 +45,14 @@ from fedhdp.flower.protocol import (
     unflatten,
 )
 from fedhdp.flower.registry import Registry
-from fedhdp.mechanism import SERVER, Mechanism, RoundParams
+from fedhdp.mechanism import SERVER, Mechanism
 from fedhdp.metrics import BUILT_IN
 from fedhdp.privacy.accounting import pluralize
 from fedhdp.privacy.budget import DeploymentBilling
 from fedhdp.results.metrics import clip_rows, group_rows
 from fedhdp.results.schema import MetricInfo, MetricRow
-from fedhdp.rng import COHORT, NOISE, os_entropy, stream
-from fedhdp.server import Layers, ServerState, Sums
-
-
-@partial(jax.jit, static_argnames="layers")
-def _clip_and_sum(
-    params: RoundParams, clip: jax.Array, update_P: jax.Array, group: jax.Array, layers: Layers | None
-) -> Sums:
-    """One client's clipped, weighted update and its clip bits."""
-    updates = server.dense_updates(update_P[None], layers)
-    return server.clip_and_sum(params, clip, updates, group[None], jnp.array([True]))
-
-
-_finish_round = jax.jit(server.finish_round, static_argnums=0, static_argnames="layers")
+from fedhdp.rng import COHORT
+from fedhdp.server import Layers, ServerState
 
 
 def layers_of(mechanism: Mechanism, arrays: Arrays) -> Layers | None:
@@ -161,19 +148,17 @@ class FedHDP(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Clip and sum the updates, add noise, move the model and the clip."""
         assert self.state is not None
-        mechanism, clip, scores = self.billing.mechanism, self.state.clip, dict[str, dict[str, float]]()
-        params, refused_G = mechanism.round_params, jnp.zeros(len(mechanism.groups), jnp.int32)
-        sums = Sums(jnp.zeros_like(self.state.theta_P), jnp.zeros_like(clip), refused_G)
-        layers = layers_of(mechanism, self.initial_arrays)
+        mechanism, scores = self.billing.mechanism, dict[str, dict[str, float]]()
+        layers, noise_seed = layers_of(mechanism, self.initial_arrays), self.deployment.noise_seed
+        aggregation = start_aggregation(mechanism, self.state, layers, noise_seed, self.round)
         for pending, reply in self._valid_replies(replies, is_training=True):
-            clipped = _clip_and_sum(params, clip, reply.update_P, np.int32(pending.group), layers=layers)
-            sums = jax.tree.map(jnp.add, sums, clipped)
+            assert reply.update_P is not None
+            aggregation.add(reply.update_P, pending.group)
             scores[pending.client] = reply.scores
             self.counts.replies[pending.request.level] += 1
-        key = self._noise_key()
-        self.state = _finish_round(self.deployment.server, params, self.state, sums, key, layers=layers)
+        self.state = aggregation.finish(self.deployment.server)
         self.billing.completed()
-        self._count_infinite(sums)
+        self._count_infinite(aggregation.refused_G)
         self._report_round(scores)
         metrics = MetricRecord({"replies": self.counts.replies.total(), "clip": np.asarray(self.state.clip).tolist()})
         return to_record(self.model), metrics
@@ -275,10 +260,10 @@ class FedHDP(Strategy):
         self.counts.unsolicited += matched.unsolicited
         return matched
 
-    def _count_infinite(self, sums: Sums) -> None:
+    def _count_infinite(self, refused_G: np.ndarray) -> None:
         """Count updates of finite numbers whose norm is infinite as refused."""
         groups = self.billing.mechanism.groups
-        for group, count in zip(groups, np.asarray(sums.refused_G).tolist(), strict=True):
+        for group, count in zip(groups, refused_G.tolist(), strict=True):
             if count:
                 self.counts.refused[group.name]["not finite"] += count
                 self.counts.replies[group.name] -= count
@@ -318,11 +303,6 @@ class FedHDP(Strategy):
     def _is_due(self, every: int) -> bool:
         """Whether something that happens every so many rounds is due after this round; 0: never."""
         return every > 0 and self.round > 0 and self.round % every == 0
-
-    def _noise_key(self) -> jax.Array:
-        seed = self.deployment.noise_seed
-        words = os_entropy(2) if seed is None else stream(seed, NOISE, self.round)
-        return jax.random.wrap_key_data(jnp.asarray(words))
 
 
 def metric_infos(deployment: Deployment) -> tuple[MetricInfo, ...]:

@@ -15,7 +15,7 @@ import msgspec
 
 from fedhdp.clips import Clip, parse_clip
 from fedhdp.errors import require
-from fedhdp.mechanism import MAX_VALUE, SENSITIVITY, Mechanism, Noise, PrivacyGroup, Sampling
+from fedhdp.mechanism import MAX_VALUE, SENSITIVITY, Arithmetic, Mechanism, Noise, PrivacyGroup, Sampling
 from fedhdp.privacy.accounting import MIN_NOISE_MULTIPLIER, Accountant, compose, default_accountant
 from fedhdp.privacy.costs import ROUNDING, PrivacyCost
 
@@ -105,12 +105,13 @@ class GroupConfig(PrivacyLevel, frozen=True, forbid_unknown_fields=True):
 
 
 class MechanismConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A mechanism as a user writes it: groups that state noise multipliers or epsilons, clip, noise and sampling."""
+    """A mechanism as a user writes it: groups that state noise multipliers or epsilons, clip, sampling, …"""
 
     groups: tuple[GroupConfig, ...]
     clip: Clip
     noise: Noise = "shared"
     sampling: Sampling = "poisson"
+    arithmetic: Arithmetic = "float32"
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "clip", parse_clip(self.clip))
@@ -124,7 +125,7 @@ class MechanismConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def uncalibrated(self, default_clients: int | None = None) -> Mechanism:
         """The mechanism in which groups that state an epsilon have no noise, and those without a weight weight 1."""
         groups = tuple(group.uncalibrated(default_clients) for group in self.groups)
-        return Mechanism(groups, self.clip, self.noise, self.sampling)
+        return Mechanism(groups, self.clip, self.noise, self.sampling, self.arithmetic)
 
     @property
     def epsilon_targets(self) -> dict[str, float]:

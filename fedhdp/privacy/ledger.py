@@ -112,7 +112,7 @@ class Ledger(LedgerFile):
             row = self._db.execute("SELECT mechanism, charged FROM runs WHERE name = ?", (run,)).fetchone()
             if row is None:
                 self._db.execute("INSERT INTO runs VALUES (?, ?, ?, 0)", (run, _now(), encoded))
-            elif row[0] != encoded:
+            elif msgspec.json.decode(row[0], type=Mechanism) != mechanism:  # fields may be new since it was written
                 raise self._error(f"run {run!r} has another mechanism in this file", "run", run)
             self.check_charged(run, completed, row[1] if row else 0)
 

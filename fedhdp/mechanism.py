@@ -66,6 +66,12 @@ MAX_BIT_NOISE = 1e13  # so that noised counts of clip bits are 64-bit integers
 SENSITIVITY: dict[str, int] = {"poisson": 1, "fixed": 2}
 
 
+def check_group_name(field: str, name: str) -> None:
+    """Raise ``InvalidValueError`` for a name that no group can have."""
+    printable = name not in ("", SERVER) and name.isprintable()
+    require(printable, field, name, f"printable, not empty and not {SERVER!r}")
+
+
 class PrivacyGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The clients who chose the same privacy level.
 
@@ -90,8 +96,7 @@ class PrivacyGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pull: float = 0.05
 
     def __post_init__(self) -> None:
-        printable = self.name not in ("", SERVER) and self.name.isprintable()
-        require(printable, "name", self.name, f"printable, not empty and not {SERVER!r}")
+        check_group_name("name", self.name)
         require(self.clients >= 1, "clients", self.clients, "at least 1")
         noise_ok = self.noise_multiplier == 0 or MIN_NOISE <= self.noise_multiplier <= MAX_VALUE
         require(noise_ok, "noise_multiplier", self.noise_multiplier, f"0, or between {MIN_NOISE:g} and {MAX_VALUE:g}")

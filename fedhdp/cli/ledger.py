@@ -73,9 +73,11 @@ def promise(
 
     `fedhdp ledger promise population.ledger strict --epsilon 1 --delta 1e-4 --dry-run` (how many rounds would be left)
     """
+    from fedhdp.mechanism import check_group_name
     from fedhdp.privacy.ledger import Budget, Ledger
 
-    budget = Budget(epsilon, delta)
+    check_group_name("GROUP", group)
+    budget, standing = Budget(epsilon, delta), None
     out, is_new_file = console(), not file.exists()
     if is_new_file and dry_run:
         out.print(f"{file} would be a new ledger, and the budget of {group} {budget}. Nothing was changed.")
@@ -87,8 +89,8 @@ def promise(
             before = "" if previous is None else f" instead of {previous}"
             out.print(f"{group}: the budget would be {budget}{before}; {_consequence(standing)} Nothing was changed.")
             return
-        if standing is not None and standing.rounds_left == 0:
-            _confirm_end(group, budget, yes)
+    if epsilon == 0 or (standing is not None and standing.is_exhausted):
+        _confirm_end(group, budget, "" if epsilon == 0 else " like the costliest of its last run", yes)
     with Ledger(file) as ledger:
         ledger.promise(group, epsilon, delta)
         standing = _standing(ledger, group, budget)
@@ -114,11 +116,11 @@ def _standing(ledger: Ledger, group: str, budget: Budget) -> GroupStanding | Non
     return group_standing(ledger, group, budget.delta, budget) if group in ledger.groups() else None
 
 
-def _confirm_end(group: str, budget: Budget, yes: bool) -> None:
-    """Ask whether to promise a budget that allows no further round."""
+def _confirm_end(group: str, budget: Budget, rounds: str, yes: bool) -> None:
+    """Ask whether to promise a budget that allows no further round of this kind."""
     if yes:
         return
-    consequence = f"{budget} allows {group} no further round, and a budget is never raised"
+    consequence = f"{budget} allows {group} no further round{rounds}, and a budget is never raised"
     if not _can_ask():
         raise ConfigError(f"{consequence}; to promise it, give --yes", "--epsilon", budget.epsilon)
     if not typer.confirm(f"{consequence}. Promise it?"):
@@ -138,12 +140,12 @@ def _consequence(standing: GroupStanding | None) -> str:
         return "the group has not been in a run yet, and the budget holds from its first round."
     epsilon = f"epsilon over all runs is {epsilon_text(standing.epsilon)}"
     left = standing.rounds_left
+    if standing.is_exhausted:
+        return f"{epsilon}. No further round like the costliest of its last run is left."
     if left is None:
         return f"{epsilon}."
-    if left == 0:
-        return f"{epsilon}. No further round like those of its last run is left."
     rounds = "any number of rounds" if left == math.inf else pluralize(int(left))
-    return f"{epsilon}, with {rounds} left like those of its last run."
+    return f"{epsilon}, with {rounds} left like the costliest of its last run."
 
 
 def _print_groups(out: Console, groups: list[GroupStanding]) -> None:
@@ -160,7 +162,8 @@ def _print_groups(out: Console, groups: list[GroupStanding]) -> None:
         )
     print_table(out, rows)
     out.print(
-        "Epsilons and budgets are by RDP. left: how many more rounds, like those of its last run, the budget allows.\n"
+        "Epsilons and budgets are by RDP. left: how many more rounds, like the costliest of its last run, the budget "
+        "allows.\n"
     )
     for group in groups:
         out.print(f"{group.group}: {_format_charges(group)}")

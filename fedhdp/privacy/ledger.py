@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from fedhdp.errors import LedgerError, require
-from fedhdp.mechanism import SERVER, Mechanism, PrivacyGroup
+from fedhdp.mechanism import Mechanism, PrivacyGroup, check_group_name
 from fedhdp.privacy._ledger_db import LedgerFile
 from fedhdp.privacy.accounting import within_budget
 from fedhdp.privacy.costs import PrivacyCost
@@ -180,7 +180,7 @@ class Ledger(LedgerFile):
 
     def check_budget(self, group: str, budget: Budget) -> None:
         """Raise what ``promise`` of this budget would raise, and change nothing."""
-        require(group not in ("", SERVER), "group", group, f"a name, and not {SERVER!r}")
+        check_group_name("group", group)
         previous = self.budget(group) if group in self.groups() else None
         if previous and not (budget.epsilon <= previous.epsilon and budget.delta <= previous.delta):
             raise self._error(

@@ -72,7 +72,10 @@ class LevelReport(msgspec.Struct, frozen=True):
 
 
 class GroupStanding(msgspec.Struct, frozen=True):
-    """A group in a ledger: its budget, its epsilon over all runs, and the rounds left; None where not known."""
+    """A group in a ledger: its budget, its epsilon over all runs, and the rounds left; None where not known.
+
+    ``rounds_left`` counts rounds like the costliest of the group's last run.
+    """
 
     group: str
     clients: int
@@ -84,6 +87,12 @@ class GroupStanding(msgspec.Struct, frozen=True):
     adjacency: str | None
     charges: list[dict[str, Any]]  # the fields of each PrivacyCost
     note: str
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the budget allows no further round like the costliest of the group's last run."""
+        is_exceeded = self.budget is not None and self.epsilon is not None and self.epsilon > self.budget.epsilon
+        return is_exceeded or self.rounds_left == 0
 
 
 def account_mechanisms(
@@ -219,10 +228,9 @@ def group_standing(ledger: Ledger, group: str, delta: float, budget: Budget | No
     delta = budget.delta if budget else delta
     samplings = sorted({cost.sampling for cost in costs})
     composes = len(samplings) <= 1
-    mechanisms = [run.mechanism for run in ledger.runs() if group in {g.name for g in run.mechanism.sampled_groups}]
-    left = None
-    if budget and mechanisms and samplings in ([], [mechanisms[-1].sampling]):
-        left = rounds_left(costs, privacy_costs(mechanisms[-1])[group], budget)
+    last, left = _costliest_round(ledger, group), None
+    if budget and last is not None and samplings in ([], [last.sampling]):
+        left = rounds_left(costs, last, budget)
     epsilon = compose(costs, delta, LEDGER_ACCOUNTANT) if composes else None
     return GroupStanding(
         group=group,
@@ -236,6 +244,21 @@ def group_standing(ledger: Ledger, group: str, delta: float, budget: Budget | No
         charges=[cost._asdict() for cost in costs],
         note="" if composes else "Poisson sampling and fixed cohorts were mixed: their epsilons do not compose",
     )
+
+
+def _costliest_round(ledger: Ledger, group: str) -> PrivacyCost | None:
+    """A round with the least noise and the largest sampling rate of the group's last run; None before its first.
+
+    Weights may change from round to round, and other groups' noise may go, so the run's first round may cost less.
+    """
+    for run in reversed(ledger.runs()):
+        costs = [cost for cost in ledger.costs(group, run.name) if cost.sampling_rate > 0]
+        if not costs and group in {sampled.name for sampled in run.mechanism.sampled_groups}:
+            costs = [privacy_costs(run.mechanism)[group]]  # no round is charged yet
+        if costs:
+            noise_multiplier, rate = min(c.noise_multiplier for c in costs), max(c.sampling_rate for c in costs)
+            return PrivacyCost(noise_multiplier, rate, costs[0].sampling)
+    return None
 
 
 def rounds_allowed(

@@ -117,6 +117,32 @@ def test_a_budget_that_ends_a_group_is_confirmed(run_cli, run_refused, charged, 
         assert promise_of(charged).epsilon == epsilon
 
 
+def test_a_budget_that_ends_a_group_after_cheap_rounds_is_confirmed(run_cli, run_refused, file):
+    """A run whose weights rise begins with rounds that cost nothing: those that follow count."""
+    first = msgspec.structs.replace(MECHANISM.groups[1], weight=0.0)
+    with Ledger(file) as ledger:
+        ledger.begin("rising", msgspec.structs.replace(MECHANISM, groups=(MECHANISM.groups[0], first)))
+        ledger.charge("rising", privacy_costs(ledger.runs()[0].mechanism))
+        ledger.charge("rising", privacy_costs(MECHANISM, 7))
+        assert group_standing(ledger, "strict", 1e-5, Budget(1.0, 1e-5)).rounds_left < 100
+    arguments = ("ledger", "promise", file, "strict", "--epsilon", 0.01, "--delta", 1e-5)
+    assert "No further round" in " ".join(run_cli(*arguments, "--dry-run").stdout.split())
+    assert "--yes" in run_refused(*arguments)
+
+
+def test_a_budget_of_zero_is_confirmed_before_the_first_run(run_refused, file):
+    assert "--yes" in run_refused("ledger", "promise", file, "strict", "--epsilon", 0, "--delta", 1e-5)
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("name", ["server", "", "a\nb"])
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []])
+def test_a_name_that_no_group_can_have_is_refused(run_refused, file, name, dry_run):
+    """It would wait for its group for ever, and no other new group could begin."""
+    run_refused("ledger", "promise", file, name, "--epsilon", 1, "--delta", 1e-5, *dry_run)
+    assert not file.exists()
+
+
 def test_a_budget_without_end_is_not_confirmed(run_cli, charged, monkeypatch):
     monkeypatch.setattr("typer.confirm", lambda question: pytest.fail(question))
     assert run_cli("ledger", "promise", charged, "strict", "--epsilon", 2, "--delta", 1e-5).code == 0

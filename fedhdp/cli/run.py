@@ -156,6 +156,8 @@ def _run_folder(
     from fedhdp.cli.show import print_runs
     from fedhdp.results.store import SUMMARY_FILE
 
+    if rounds is not None:
+        folder.check_extension(rounds, allow_more_epsilon)
     for entry in folder.entries:
         error_console().print(f"run {entry.path}", soft_wrap=True)
         if rounds is None:

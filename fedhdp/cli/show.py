@@ -141,5 +141,6 @@ def plot(
     rounds = sorted({variant.result.rounds for run in runs for seeds in run.variants() for variant in seeds})
     names = ", ".join(dict.fromkeys(run.runs[0].experiment for run in runs))
     spread = f"{rounds[0]:,}" if len(rounds) == 1 else f"{rounds[0]:,} to {rounds[-1]:,}"
+    out.parent.mkdir(parents=True, exist_ok=True)
     figures.draw(lines, y, model, f"{names}, {spread} rounds", out)
     error_console().print(f"picture in {out}", style="dim", soft_wrap=True)

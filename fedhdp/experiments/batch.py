@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -82,7 +83,7 @@ class VariantBatch:
         self.stopped: str | None = None
         self.start_cost = start_cost
         self.asked = extensions[-1].epsilon_targets if extensions else {}
-        self.notes = [extension_note(extensions[0].rounds, experiment.rounds)] if extensions else []
+        self.notes = [extension_note(extensions, experiment.rounds)] if extensions else []
         self._restore()
 
     def _restore(self) -> None:
@@ -281,9 +282,13 @@ class VariantBatch:
 PERSONAL_PART = 256  # clients whose personal models are written at a time
 
 
-def extension_note(first: int, rounds: int) -> str:
+def extension_note(extensions: Sequence[Extension], rounds: int) -> str:
     """What a table says about a run whose rounds were changed."""
-    return f"noise was calibrated for {pluralize(first)}; the run was changed to {pluralize(rounds)} and kept its noise"
+    first = pluralize(extensions[0].rounds)
+    targets = [target for of_variant in extensions[0].epsilon_targets.values() for target in of_variant.values()]
+    if any(target < math.inf for target in targets):
+        return f"noise was calibrated for {first}; the run was changed to {pluralize(rounds)} and kept its noise"
+    return f"the run was changed from {first} to {pluralize(rounds)} and kept its noise"
 
 
 def _last_value(metric: str, history: list[MetricRow]) -> float | None:

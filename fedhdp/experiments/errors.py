@@ -86,7 +86,13 @@ def _value_at(raw: Any, path: str) -> Any:
     """The value at a path such as ``groups[1].weight``."""
     value = raw
     for part in re.findall(r"[^.\[\]]+", path):
-        value = value[int(part)] if isinstance(value, list) else value.get(part) if isinstance(value, dict) else None
+        value = (
+            value[int(part)]
+            if isinstance(value, list | tuple)
+            else value.get(part)
+            if isinstance(value, dict)
+            else None
+        )
     return value
 
 

@@ -53,24 +53,37 @@ def extend(
         RunError: If the run has more rounds already, has kept no checkpoint, or a group would have a larger epsilon than
             it asked for.
     """
-    require(rounds >= 1, "rounds", rounds, "at least 1")
     with RunDirectory.open(out) as directory:
         experiment = read_experiment(out)
         data = experiment.load_if_needed()
-        mechanism = experiment.build_mechanism(data)
+        extended, extension = _extended(directory, experiment, data, rounds, allow_more_epsilon)
         if rounds != experiment.rounds:
-            _check_checkpoints(experiment, directory, rounds)
-            extended = _state_mechanism(experiment, mechanism, rounds, data)
-            mechanisms = experiment.variant_mechanisms(mechanism, data)
-            targets = (
-                directory.extensions[-1].epsilon_targets if directory.extensions else _targets(experiment, mechanisms)
-            )
-            if rounds > experiment.rounds and not allow_more_epsilon:
-                first = directory.extensions[0].rounds if directory.extensions else experiment.rounds
-                _check_epsilons(extended, mechanisms, targets, first)
-            directory.extend(to_toml(extended).encode(), Extension(experiment.rounds, targets))
-            experiment, mechanism = extended, extended.build_mechanism(data)
-        return run_variants(experiment, mechanism, directory, watch, cohort_entropy, data)
+            directory.extend(to_toml(extended).encode(), extension)
+        return run_variants(extended, extended.build_mechanism(data), directory, watch, cohort_entropy, data)
+
+
+def check_extension(out: Path, rounds: int, allow_more_epsilon: bool = False) -> None:
+    """Refuse what `extend` would refuse, and change nothing; the arguments are those of `extend`."""
+    with RunDirectory.open(out) as directory:
+        experiment = read_experiment(out)
+        _extended(directory, experiment, experiment.load_if_needed(), rounds, allow_more_epsilon)
+
+
+def _extended(
+    directory: RunDirectory, experiment: Experiment, data: FederatedData | None, rounds: int, allow_more_epsilon: bool
+) -> tuple[Experiment, Extension]:
+    """The experiment with other rounds, and what its run's directory records of the change."""
+    require(rounds >= 1, "rounds", rounds, "at least 1")
+    if rounds == experiment.rounds:
+        return experiment, Extension(rounds)
+    _check_checkpoints(experiment, directory, rounds)
+    mechanism, previous = experiment.build_mechanism(data), directory.extensions
+    mechanisms = experiment.variant_mechanisms(mechanism, data)
+    targets = previous[-1].epsilon_targets if previous else _targets(experiment, mechanisms)
+    extended = _state_mechanism(experiment, mechanism, rounds, data)
+    if rounds > experiment.rounds and not allow_more_epsilon:
+        _check_epsilons(extended, mechanisms, targets, previous[0].rounds if previous else experiment.rounds)
+    return extended, Extension(experiment.rounds, targets)
 
 
 def _check_checkpoints(experiment: Experiment, directory: RunDirectory, rounds: int) -> None:

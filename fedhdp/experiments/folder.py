@@ -15,7 +15,7 @@ from fedhdp.devices import use_cpu_cores
 from fedhdp.errors import RunError
 from fedhdp.experiments.batch import Watch
 from fedhdp.experiments.config import Experiment
-from fedhdp.experiments.extension import extend
+from fedhdp.experiments.extension import check_extension, extend
 from fedhdp.experiments.runner import read_experiment, resume, run, with_seeds
 from fedhdp.experiments.sweep import changes, expand
 from fedhdp.experiments.toml import to_toml
@@ -95,7 +95,7 @@ class RunFolder:
         experiment = experiment.pin()
         entries = _entries(experiment, seeds)
         for part in expand(experiment).values():
-            part.build_mechanism()
+            part.pin().build_mechanism()  # so that a bad value is found before the first run
         text = to_toml(experiment).encode()
         if (path / RUNS_FILE).exists():
             previous = cls._read(path, text)
@@ -144,19 +144,22 @@ class RunFolder:
         )
         return run(experiment, path, watch, self._cohort_entropy(entry))
 
-    def extend(self, entry: RunEntry, rounds: int, watch: Watch, allow_more_epsilon: bool = False) -> Summary:
-        """Run one of the runs until it has this many rounds (see `fedhdp.experiments.extend`).
+    def check_extension(self, rounds: int, allow_more_epsilon: bool = False) -> None:
+        """Refuse to extend the runs, before any of them is changed.
 
         Raises:
-            RunError: If the run was not begun, and what `extend` raises.
+            RunError: If a run was not begun, and what `fedhdp.experiments.extend` raises.
         """
-        path = self.path / entry.path
-        if not (path / EXPERIMENT_FILE).exists():
-            message = (
-                f"rounds = {rounds}: {path} was not begun, and its noise would be another; resume {self.path} first"
-            )
-            raise RunError(message, "rounds", rounds)
-        return extend(path, rounds, watch, allow_more_epsilon, self._cohort_entropy(entry))
+        for entry in self.entries:
+            path = self.path / entry.path
+            if not (path / EXPERIMENT_FILE).exists():
+                rule = f"{path} was not begun, and its noise would be another; resume {self.path} first"
+                raise RunError(f"rounds = {rounds}: {rule}", "rounds", rounds)
+            check_extension(path, rounds, allow_more_epsilon)
+
+    def extend(self, entry: RunEntry, rounds: int, watch: Watch, allow_more_epsilon: bool = False) -> Summary:
+        """Run one of the runs until it has this many rounds (see `fedhdp.experiments.extend`)."""
+        return extend(self.path / entry.path, rounds, watch, allow_more_epsilon, self._cohort_entropy(entry))
 
     def _cohort_entropy(self, entry: RunEntry) -> np.ndarray | None:
         """Words that pair the runs of a seed. A second attempt gets fresh ones: its rounds are charged as independent."""

@@ -85,8 +85,9 @@ class StartCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         run: The run's directory.
         variant: Its variant.
         sha256: The checksum of its model.
-        epsilons: Each group's epsilon in it; None where it is not known.
+        epsilons: Each group's epsilon in it alone; None where it is not known.
         bases: What each finite epsilon rests on.
+        earlier: The directory of the run that it began with itself.
         costs: The rounds of it and of the runs before it by group, to compose; None where they cannot be composed.
         obstacle: Why they cannot be composed.
         clients_sha256: The checksum of its clients and their groups.
@@ -102,12 +103,14 @@ class StartCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     obstacle: str = ""
     clients_sha256: str | None = None
     repeatable: bool = False
+    earlier: str | None = None
 
     def notes(self, costs: Costs, experiment: Experiment, directory: Path) -> list[str]:
         """What a table says of a run in this directory with these costs."""
         spent = ", ".join(f"ε {name} = {_text(epsilon)}" for name, epsilon in self.epsilons.items())
-        bases = "; ".join(f"{name}: {basis}" for name, basis in self.bases.items())
-        notes = [f"began with the global model of {self.run} ({self.variant}), which had cost {spent} ({bases})"]
+        bases = f" ({'; '.join(f'{name}: {basis}' for name, basis in self.bases.items())})" if self.bases else ""
+        alone = f" in its own rounds, after those of {self.earlier}" if self.earlier else ""
+        notes = [f"began with the global model of {self.run} ({self.variant}), which had cost {spent}{alone}{bases}"]
         if self.repeatable:
             notes.append(f"{self.run} was repeatable, and therefore not private: these epsilons are as if it were not")
         obstacle = self.obstacle
@@ -120,14 +123,12 @@ class StartCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         together = []
         for name, before in self.costs.items():
             delta = experiment.delta_of(name)
-            total = compose(
-                [*before, *costs[name]], delta, LEDGER_ACCOUNTANT
-            )  # the run was chosen after the other's end
+            total = compose([*before, *costs[name]], delta, LEDGER_ACCOUNTANT)  # chosen after the other's end
             together.append(f"ε {name} = {_text(total)} at delta {delta:g}")
         accountant = f"by {LEDGER_ACCOUNTANT.upper()}"
         return [
             *notes,
-            f"both together, {accountant}: {', '.join(together)}; the table's epsilons are of this run alone",
+            f"{'all' if self.earlier else 'both'} together, {accountant}: {', '.join(together)}; the table's epsilons are of this run alone",
         ]
 
 
@@ -167,6 +168,8 @@ def _start_cost(experiment: Experiment, start: StartFrom) -> StartCost:
     epsilons = {group.name: group.epsilon for group in result.groups}
     bases = {group.name: group.epsilon_basis for group in result.groups if group.epsilon_basis is not None}
     cost = StartCost(start.run, start.variant, start.sha256, epsilons, bases, repeatable=result.repeatable)
+    if (Path(start.run) / START_FILE).exists():
+        cost = replace(cost, earlier=read_value(Path(start.run) / START_FILE, StartCost).run)
     try:
         costs = _costs(experiment, start, result)
         return replace(cost, costs=costs, clients_sha256=clients_checksum(Path(start.run)))

@@ -40,6 +40,7 @@ GROUP_CHANGES = {
     "noise_multiplier": "noise_multipliers",
     "epsilon": "epsilons",
 }
+EXCLUSIVE = {"noise_multiplier": "epsilon", "epsilon": "noise_multiplier"}  # a group states one of them
 Point = dict[str, Any]  # a value for each key
 
 
@@ -156,6 +157,8 @@ def _change(raw: dict[str, Any], key: str, value: Any) -> None:
     """Set a value at a dotted key, in which ``*`` is every group or variant."""
     for table, name in _places(raw, key, key):
         table[name] = copy.deepcopy(value)
+        if key.startswith("mechanism.groups.") and name in EXCLUSIVE:
+            table[EXCLUSIVE[name]] = None
 
 
 def _value(raw: dict[str, Any], key: str) -> Any:

@@ -44,7 +44,7 @@ MODELS = {
     "average": "averaged model",
     "chosen": "chosen models",
 }
-LOG_RATIO = 15  # of the largest to the smallest value, from which an axis is logarithmic
+LOG_RATIO = 10  # of the largest to the smallest value, from which an axis is logarithmic
 DODGE = 0.006  # of the axis between the bars of two lines at the same value
 BARS_AT_MOST = 8  # points of a line; with more, intervals are bands
 
@@ -133,8 +133,7 @@ def _draw_panel(
     from matplotlib.ticker import MaxNLocator
 
     x = lines.x
-    several = any(len(line.points) > 1 for line in series)
-    curves = [line for line in series if len(line.points) > 1 or not several]
+    curves = [line for line in series if not _is_level(line, series)]
     values = sorted({point.x if places is None else places[point.x] for line in curves for point in line.points})
     is_log = places is None and x != ROUND and values[0] > 0 and values[-1] / values[0] >= LOG_RATIO
     if is_log:
@@ -148,11 +147,11 @@ def _draw_panel(
             continue
         shift = DODGE * (barred.index(line) - (len(barred) - 1) / 2) if line in barred else 0.0
         x_P = np.array([point.x if places is None else places[point.x] for point in line.points], float)
-        moved_P = x_P * (values[-1] / values[0]) ** shift if is_log else x_P + shift * (values[-1] - values[0])
+        moved_P = x_P * (values[-1] / values[0]) ** shift if is_log else x_P + shift * ((values[-1] - values[0]) or 1)
         _draw_line(axis, line, x_P, moved_P, scale, style)
     if places is not None:
         axis.set_xticks(list(places.values()), [_x_text(value) for value in places])
-    elif x == ROUND:
+    elif x == ROUND and len(values) > 1:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     elif len(values) <= BARS_AT_MOST:
         axis.set_xticks(values, [f"{value:g}" for value in values])
@@ -162,6 +161,11 @@ def _draw_panel(
         axis.set_ylim(max(low, -1), min(high, 101))
     axis.set_xlabel(_x_label(x))
     axis.grid(color="#e5e5e5", linewidth=0.6)
+
+
+def _is_level(line: Series, series: Sequence[Series]) -> bool:
+    """Whether a line has one value only, where others have several: it does not depend on x."""
+    return len(line.points) == 1 and any(len(other.points) > 1 for other in series)
 
 
 def _draw_line(
@@ -189,12 +193,12 @@ def _draw_level(axis: Axes, line: Series, scale: float, style: dict) -> None:
 
 def _interval_text(lines: Lines) -> str:
     """What the error bars are, in the picture's own words."""
-    series = [line for of_group in lines.groups.values() for line in of_group]
-    points: list[Point] = [point for line in series for point in line.points]
+    panels = list(lines.groups.values())
+    points: list[Point] = [point for series in panels for line in series for point in line.points]
     counts = sorted({point.seeds for point in points})
     if counts[-1] == 1:
         return "one seed: no error bars"
-    kinds = [len(line.points) > BARS_AT_MOST or len(line.points) == 1 for line in series]
+    kinds = [len(line.points) > BARS_AT_MOST or _is_level(line, series) for series in panels for line in series]
     shape = "bands" if all(kinds) else "bars and bands" if any(kinds) else "bars"
     seeds = str(counts[-1]) if len(counts) == 1 else f"{max(2, counts[0])} to {counts[-1]}"
     one = ", none for points of one seed" if counts[0] == 1 else ""

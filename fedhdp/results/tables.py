@@ -174,7 +174,7 @@ def _clients_left_out(variants: Sequence[VariantResult]) -> list[str]:
         if min(values) < clients:
             count_text = low if low == high else f"{low} to {high}"
             parts.setdefault(name, []).append(f"{count_text} of {clients} of {group_name}")
-    reason = "others have no test examples, or it is undefined there"
+    reason = "others have no test examples, did not answer, or it is undefined there"
     return [f"{name} counts these clients: {', '.join(texts)}; {reason}" for name, texts in parts.items()]
 
 

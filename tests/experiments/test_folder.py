@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from experiment_helpers import keep_going, tiny
+from experiment_helpers import command, files_of, keep_going, tiny
 from helpers import raises_field
 
 from fedhdp import simulation
@@ -109,6 +109,20 @@ def test_folder_that_cannot_start_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_all_runs_are_checked_before_the_first(tmp_path):
+    """Of two models to begin with, the second does not exist; of two seeds, the second was not begun."""
+    with raises_field("start_from", ConfigError):
+        RunFolder.start(tmp_path / "out", small(sweep={"start_from": [str(tmp_path / "a"), str(tmp_path / "b")]}))
+    assert not list(tmp_path.iterdir())
+    with RunFolder.start(tmp_path / "out", small(sweep={}), [0, 1]) as folder:
+        folder.run(folder.entries[0], keep_going)
+    before = files_of(tmp_path / "out")
+    done = command("run", "--resume", tmp_path / "out", "--rounds", 4, "--allow-more-epsilon")
+    assert (done.code, done.stderr.count("\n")) == (2, 1)
+    assert "seed-1 was not begun" in done.stderr
+    assert files_of(tmp_path / "out") == before
+
+
 def test_several_experiments_are_no_single_run(tmp_path):
     with raises_field("sweep", ConfigError):
         run(small(), tmp_path / "out", keep_going)
@@ -121,8 +135,13 @@ def test_folder_is_extended_once_all_runs_are_begun(tmp_path):
         first, second = folder.entries
         folder.run(first, keep_going)
         with raises_field("rounds", RunError):
-            folder.extend(second, 4, keep_going, allow_more_epsilon=True)
+            folder.check_extension(4, allow_more_epsilon=True)
         folder.run(second, keep_going)
+        before = files_of(tmp_path / "out")
+        with raises_field("rounds", RunError):  # both have more epsilon than they asked for
+            folder.check_extension(4)
+        assert files_of(tmp_path / "out") == before
+        folder.check_extension(4, allow_more_epsilon=True)
         for entry in folder.entries:
             assert folder.extend(entry, 4, keep_going, allow_more_epsilon=True).variants[0].rounds == 4
         [run] = folder.write_tables()

@@ -64,7 +64,8 @@ def test_costs_of_both_are_composed(first, tmp_path):
     third = small(tmp_path / "second", start_from=str(tmp_path / "second"))
     [result] = run(third, tmp_path / "third", keep_going).variants
     all_three = compose([cost] * 3, experiment.delta, "rdp")
-    assert f"ε private = {math.ceil(all_three * 1000) / 1000:.3f}" in private_note(result, "both together")
+    assert f"ε private = {math.ceil(all_three * 1000) / 1000:.3f}" in private_note(result, "all together")
+    assert f"after those of {first}" in private_note(result, "had cost")
 
 
 def test_a_run_whose_noise_came_from_a_seed_is_not_composed_with_a_private_one(first, tmp_path):

@@ -97,9 +97,17 @@ def test_dp_fedavg_has_a_row_for_each_noise(changes, kept):
     assert sum(variant.algorithm == "dp_fedavg" for variant in experiment.variants) == kept
 
 
-def test_noise_multiplier_of_a_group_with_an_epsilon_is_an_error():
-    with pytest.raises(ConfigError):
-        expand(tiny(sweep={"mechanism.groups.private.noise_multiplier": [1.0, 2.0]}))
+def test_noise_multiplier_replaces_an_epsilon_and_the_reverse():
+    """The group of the file states an epsilon; an outer key makes the experiment itself change."""
+    key = "mechanism.groups.private.noise_multiplier"
+    [experiment] = expand(tiny(sweep={key: [1.0, 2.0]})).values()
+    mechanisms = experiment.variant_mechanisms(experiment.build_mechanism())
+    assert [mechanism.groups[1].noise_multiplier for mechanism in mechanisms] == [1.0, 2.0, 1.0, 2.0]
+    assert [experiment.epsilon_targets(variant).get("private") for variant in experiment.variants] == [None] * 4
+    groups = tuple(replace(g, epsilon=None, noise_multiplier=1.0) for g in tiny().mechanism.groups)
+    sweep = {"mechanism.groups.private.epsilon": [2.0, 8.0]}
+    [experiment] = expand(tiny(mechanism=replace(tiny().mechanism, groups=groups), sweep=sweep)).values()
+    assert [experiment.epsilon_targets(variant)["private"] for variant in experiment.variants[-2:]] == [2.0, 8.0]
 
 
 def test_file_may_nest_or_quote_keys(tmp_path):
@@ -134,6 +142,7 @@ def test_paths_are_relative_to_the_file(tmp_path):
         ("variants.FedHDP.epsilons.private", [-1.0], "variants[1].epsilon"),
         ("variants.FedHDP.epsilons.strict", [1.0], "variants[1].epsilons"),
         (WEIGHT, [-1.0], "mechanism.groups[1].weight"),
+        ("mechanism.groups.private.weigth", [0.1], "mechanism.groups[1].weigth"),
         ("rounds.many", [1], "sweep.rounds.many"),
         ("rounds", list(range(1, MAX_VARIANTS)), "sweep"),
     ],

@@ -76,6 +76,10 @@ def test_interval_is_named():
     assert _interval_text(Lines("x", {"server": [series("a", one, one)]})) == "one seed: no error bars"
     text = _interval_text(Lines("x", {"server": [series("a", three, three)]}))
     assert text == "bars: 95% interval of the mean over 3 seeds"
+    single = Lines("round", {"server": [series("a", three), series("b", three)]})
+    assert _interval_text(single).startswith("bars: ")  # one evaluation: points with bars, no levels
+    level = Lines("x", {"server": [series("a", three), series("b", three, three)]})
+    assert _interval_text(level).startswith("bars and bands: ")
     assert "none for points of one seed" in _interval_text(Lines("x", {"server": [series("a", three, one)]}))
 
 

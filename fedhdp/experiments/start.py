@@ -125,11 +125,8 @@ class StartCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             delta = experiment.delta_of(name)
             total = compose([*before, *costs[name]], delta, LEDGER_ACCOUNTANT)  # chosen after the other's end
             together.append(f"ε {name} = {_text(total)} at delta {delta:g}")
-        accountant = f"by {LEDGER_ACCOUNTANT.upper()}"
-        return [
-            *notes,
-            f"{'all' if self.earlier else 'both'} together, {accountant}: {', '.join(together)}; the table's epsilons are of this run alone",
-        ]
+        runs = f"{'all' if self.earlier else 'both'} together, by {LEDGER_ACCOUNTANT.upper()}"
+        return [*notes, f"{runs}: {', '.join(together)}; the table's epsilons are of this run alone"]
 
 
 def clients_checksum(directory: Path) -> str | None:

@@ -24,6 +24,7 @@ from fedhdp.engine.checks import check_data, check_metrics
 from fedhdp.engine.evaluation import Evaluation, model_metrics
 from fedhdp.engine.examples import engine_config, make_example_store, make_gram_matrices
 from fedhdp.engine.groups import client_groups, members_by_group
+from fedhdp.engine.integer_sums import exact_round
 from fedhdp.engine.personal_store import StateArrays, make_personal_store
 from fedhdp.engine.placement import Placement, make_slot_table
 from fedhdp.engine.round import Engine, EngineConfig, ExampleArrays, RoundParamsBatch
@@ -33,7 +34,7 @@ from fedhdp.models import Array, Model, Parameters, name_parameters, parameter_s
 from fedhdp.results.metrics import MetricRow, clip_rows, evaluation_rows, round_rows
 from fedhdp.results.schema import MetricInfo, SimulationResult
 from fedhdp.results.store import read_arrays, write_arrays
-from fedhdp.rng import BATCHES, COHORT, MODEL, NOISE, os_entropy, stream
+from fedhdp.rng import BATCHES, COHORT, MODEL, NOISE, noise_bytes, os_entropy, stream
 from fedhdp.server import Optimizer, ServerOptimizer, ServerState
 
 Callback = Callable[["Simulation"], bool | None]
@@ -107,6 +108,9 @@ class Simulation:
         self.run_of = [runs.index(training) for training in trainings]  # each mechanism's run
         first_mechanisms = [mechanism_at(schedule, 0) for schedule in self.schedules]
         self._group_sizes, self._layers = first_mechanisms[0].group_sizes, first_mechanisms[0].layers
+        self._arithmetic = first_mechanisms[0].arithmetic
+        one_process = self._arithmetic == "float32" or jax.process_count() == 1
+        require(one_process, "arithmetic", self._arithmetic, "'float32' with several processes")
         self.round = 0
         self.set_mechanisms(first_mechanisms)
         self._first_mechanisms = self._mechanisms
@@ -118,7 +122,7 @@ class Simulation:
         self.metrics = tuple(MetricInfo(metric.name, metric.higher_is_better, metric.percent) for metric in metrics)
         config = engine_config(data, model, self.training, self.run_of)
         sizes = parameter_sizes(jax.eval_shape(model.init, jax.random.key(0)))
-        config = config._replace(layers=server.make_layers(self.mechanism, sizes))
+        config = config._replace(layers=server.make_layers(self.mechanism, sizes), exact=self._arithmetic == "exact")
         self.engine = _engine(model, self.training, self.server_optimizer, config)
         personalize = self.training.personalize
         self.placement = Placement(self.engine, self.mechanism, data.train.count_K, by_owner=personalize)
@@ -169,12 +173,13 @@ class Simulation:
         require(len(cohorts) == 1, "mechanisms", len(cohorts), "such that all draw the same cohorts")
         layers = {mechanism.layers for mechanism in mechanisms}
         require(layers == {self._layers}, "mechanisms", sorted(layers), f"such that all clip the layers {self._layers}")
+        arithmetics = sorted({mechanism.arithmetic for mechanism in mechanisms})
+        require(arithmetics == [self._arithmetic], "arithmetic", arithmetics, f"{self._arithmetic!r} in all mechanisms")
         require(len(mechanisms) == len(self.run_of), "mechanisms", len(mechanisms), f"{len(self.run_of)}, as there are")
         for mechanism in mechanisms:
             rule = f"of the groups {self._group_sizes}"  # the clients keep their groups
             require(mechanism.group_sizes == self._group_sizes, "mechanisms", mechanism.group_sizes, rule)
             self.training.check(mechanism)
-            require(mechanism.arithmetic == "float32", "arithmetic", mechanism.arithmetic, "'float32' in a simulation")
         trained = dict(zip(self.run_of, (mechanism.without_pulls for mechanism in mechanisms), strict=True))
         shared = all(trained[run] == m.without_pulls for run, m in zip(self.run_of, mechanisms, strict=True))
         require(shared, "mechanisms", len(mechanisms), "such that those of a run differ in their pulls alone")
@@ -249,14 +254,20 @@ class Simulation:
         personal, row_C = (None, layout.place_C) if self.store is None else self.store.checkout(layout)
         count_K = self.data.train.count_K
         table = make_slot_table(engine, layout, self.group_K, start_C, count_K, row_C, self.participated_K)
-        keys = np.stack([stream(self.seed, BATCHES, self.round), *self._noise_keys(self.round)])
+        keys = stream(self.seed, BATCHES, self.round)
+        if not engine.config.exact:
+            keys = np.stack([keys, *self._noise_keys(self.round)])
         rates, keys = engine.put((np.array(self.training.rates(self.round), np.float32), keys), engine.replicated)
         previous = self._done
         if engine.devices > 1:
             self.wait()
-        self.server_state, personal, self._done = engine.round(
-            self.server_state, personal, ExampleArrays(x_N, y_N, self.gram_K), table, self._params(), rates, keys
-        )
+        inputs = (self.server_state, personal, ExampleArrays(x_N, y_N, self.gram_K), table, self._params(), rates, keys)
+        if engine.config.exact:
+            group_C, random_bytes = self.group_K[layout.client_C], partial(noise_bytes, self.noise_seed, self.round)
+            outcome = exact_round(engine, self.runs, group_C, layout, random_bytes, *inputs)
+        else:
+            outcome = engine.round(*inputs)
+        self.server_state, personal, self._done = outcome
         if self.store is not None:
             self.store.commit(personal, layout)
         self.participated_K[clients] = True

@@ -64,6 +64,9 @@ class Parametrization(Protocol):
         Where layers are clipped one by one, scale_CL has a scale for each.
         """
 
+    def write_out(self, update_C: Parameters) -> Parameters:
+        """The update of each client for one global model, as its parameters."""
+
     def to_params(self, theta_CV: Parameters, personal_CV: Parameters) -> Parameters:
         """The trained personal models as parameters; ``personal_CV`` are those before training."""
 
@@ -111,6 +114,10 @@ class FullRank:
     def weighted_sum(self, scale_C: Array, update_C: Parameters) -> Parameters:
         """The sum over the clients."""
         return _weighted_sum(scale_C, update_C, None if self.layers is None else self.layers.layer_of)
+
+    def write_out(self, update_C: Parameters) -> Parameters:
+        """The updates as they are."""
+        return update_C
 
     def to_params(self, theta_CV: Parameters, personal_CV: Parameters) -> Parameters:
         """The models as they are."""
@@ -209,6 +216,12 @@ class LowRank:
             "first": {"w": w_HF.T, "b": jnp.sum(A_CMH, axis=(0, 1))},
             "rest": _weighted_sum(scale_C, update_C["rest"], rest),
         }
+
+    def write_out(self, update_C: Parameters) -> Parameters:
+        """Xᵀ·A for each client, and the updates of the others."""
+        w_CHF = jnp.einsum("cmh,cmf->chf", update_C["A"], self.x_CMF, precision=EXACT)
+        first_C = {"w": jnp.swapaxes(w_CHF, 1, 2), "b": jnp.sum(update_C["A"], axis=1)}
+        return {"first": first_C, "rest": update_C["rest"]}
 
     def to_params(self, theta_CV: Parameters, personal_CV: Parameters) -> Parameters:
         """W = W0 + a·(Wstart − W0) + Xᵀ·A."""

@@ -9,6 +9,8 @@ many chunks run, and with which capacity for examples, depends on the cohort.
 Several runs that draw the same cohorts are one program: R global models and V personal ones, where personal model v is
 pulled towards the global model ``run_V[v]``. What depends on the examples alone is then computed once for all.
 
+With exact arithmetic the devices return every client's update, and ``integer_sums.py`` sums them on the host.
+
 Axis letters: K clients of the population, C slots of the cohort, R global models, V personal models, G groups, N examples
 on a device, M examples of one client (padded), B rows of personal models, P parameters.
 """
@@ -34,7 +36,7 @@ from fedhdp.engine.low_rank import gram, parametrize, trained_form
 from fedhdp.mechanism import RoundParams
 from fedhdp.metrics import Metric
 from fedhdp.models import Array, Model, Parameters, use_conv_relu_pool
-from fedhdp.server import Layers, ServerOptimizer, ServerState, Sums, Updates, clip_and_sum, finish_round
+from fedhdp.server import Layers, ServerOptimizer, ServerState, Sums, Updates, apply_update, clip_and_sum, finish_round
 
 AXIS = "clients"
 BY_CLIENT, REPLICATED = PartitionSpec(AXIS), PartitionSpec()
@@ -51,6 +53,7 @@ class EngineConfig(NamedTuple):
     runs: int = 1
     input_scale: float | None = None  # of the inputs, as `FederatedData` has it
     layers: Layers | None = None  # that are clipped one by one
+    exact: bool = False  # updates are written out and summed in integers
 
 
 class SlotTable(NamedTuple):
@@ -109,6 +112,8 @@ class Engine:
         self.parameters = zeros_P.size
         graphs = {"xla_gpu_graph_min_graph_size": 1} if on_gpu else None  # launches many small kernels as one
         self.round = jax.jit(self._round, donate_argnums=(0, 1), compiler_options=graphs)
+        self.train_cohort = jax.jit(self._train, donate_argnums=1, compiler_options=graphs)
+        self.apply_updates = jax.jit(self._apply_updates, donate_argnums=0)
         self.server_values = jax.jit(self._server_values, static_argnums=0)
         self.client_values = jax.jit(self._client_values, static_argnums=(0, 1, 2))
         self.scatter_rows = jax.jit(self._scatter_rows, donate_argnums=0)
@@ -158,11 +163,8 @@ class Engine:
         keys: Array,
     ) -> tuple[ServerState, Parameters | None, Array]:
         """One round of Algorithm 1; ``keys``: one for the batches, then one for each run's noise."""
-        batch_key, noise_key_R = jax.random.wrap_key_data(keys[0]), jax.random.wrap_key_data(keys[1:])
-        in_specs = (BY_CLIENT, self._example_spec, BY_CLIENT, REPLICATED)
-        train_cohort = self._shard_map(self._train_cohort, in_specs, (REPLICATED, BY_CLIENT))
-        inputs = RoundInputs(jax.vmap(self.unravel)(state_R.theta_P), state_R.clip, constants, rates, batch_key)
-        sums_R, personal_K = train_cohort(personal_K, examples, slots, inputs)
+        noise_key_R = jax.random.wrap_key_data(keys[1:])
+        sums_R, personal_K = self._train(state_R, personal_K, examples, slots, constants, rates, keys[0])
         if self.parameters % self.devices == 0:  # each device draws its part of the one noise
             by_parameter = NamedSharding(self.mesh, PartitionSpec(None, AXIS))
             sums_R = sums_R._replace(update_P=jax.lax.with_sharding_constraint(sums_R.update_P, by_parameter))
@@ -171,13 +173,37 @@ class Engine:
         )
         return jax.lax.with_sharding_constraint(state_R, self.replicated), personal_K, jnp.sum(state_R.clip)
 
+    def _train(
+        self,
+        state_R: ServerState,
+        personal_K: Parameters | None,
+        examples: ExampleArrays,
+        slots: Array,
+        constants: RoundParamsBatch,
+        rates: Array,
+        batch_key: Array,
+    ) -> tuple[Any, Parameters | None]:
+        """The training of a cohort: every run's sums, or with exact arithmetic update_CRP; and the personal models."""
+        in_specs = (BY_CLIENT, self._example_spec, BY_CLIENT, REPLICATED)
+        out_specs = (BY_CLIENT if self.config.exact else REPLICATED, BY_CLIENT)
+        key, theta_R = jax.random.wrap_key_data(batch_key), jax.vmap(self.unravel)(state_R.theta_P)
+        inputs = RoundInputs(theta_R, state_R.clip, constants, rates, key)
+        return self._shard_map(self._train_cohort, in_specs, out_specs)(personal_K, examples, slots, inputs)
+
+    def _apply_updates(
+        self, state_R: ServerState, update_RP: Array, clip_R: Array, refused_RG: Array
+    ) -> tuple[ServerState, Array]:
+        """Move every run's global model by its noised update."""
+        state_R = jax.vmap(partial(apply_update, self.server))(state_R, update_RP, clip_R, refused_RG)
+        return jax.lax.with_sharding_constraint(state_R, self.replicated), jnp.sum(state_R.clip)
+
     def _train_cohort(
         self, personal_K: Parameters | None, examples: ExampleArrays, table: Array, inputs: RoundInputs
-    ) -> tuple[Sums, Parameters | None]:
-        """The device's part of the cohort, chunk by chunk: every run's sums, and the personal models after the round."""
+    ) -> tuple[Any, Parameters | None]:
+        """The device's part of the cohort, chunk by chunk: what `_train` returns."""
         size = self.chunk_size(table.shape[0])
 
-        def add_chunk(number: Array, carry: tuple[Sums, Parameters | None]) -> tuple[Sums, Parameters | None]:
+        def add_chunk(number: Array, carry: tuple[Any, Parameters | None]) -> tuple[Any, Parameters | None]:
             sums_R, personal_K = carry
             chunk = SlotTable(*jax.lax.dynamic_slice_in_dim(table, number * size, size).T)
             personal_CV = self._personal(inputs.theta_R, personal_K, chunk)
@@ -190,15 +216,21 @@ class Engine:
                     return leaf_K.at[chunk.row_C].set(leaf_CV, mode="drop", unique_indices=True)
 
                 personal_K = jax.tree.map(update_rows, personal_K, personal_CV)
-            return jax.tree.map(jnp.add, sums_R, chunk_sums_R), personal_K
+            if self.config.exact:  # these are update_CRP
+                sums_R = jax.lax.dynamic_update_slice_in_dim(sums_R, chunk_sums_R, number * size, 0)
+            else:
+                sums_R = jax.tree.map(jnp.add, sums_R, chunk_sums_R)
+            return sums_R, personal_K
 
         runs, groups = inputs.constants.params_R.weight_G.shape
         zeros_RP = jnp.zeros((runs, self.parameters))
-        zero_sums_R = Sums(zeros_RP, jnp.zeros_like(inputs.clip_R), jnp.zeros((runs, groups), jnp.int32))
+        zero_sums_R: Any = Sums(zeros_RP, jnp.zeros_like(inputs.clip_R), jnp.zeros((runs, groups), jnp.int32))
+        if self.config.exact:
+            zero_sums_R = jnp.zeros((len(table), runs, self.parameters))
         is_participating_C = table[:, SlotTable._fields.index("is_participating_C")]
         last_slot = jnp.max(is_participating_C * jnp.arange(1, len(is_participating_C) + 1))
         sums_R, personal_K = jax.lax.fori_loop(0, -(-last_slot // size), add_chunk, (zero_sums_R, personal_K))
-        return jax.lax.psum(sums_R, AXIS), personal_K
+        return sums_R if self.config.exact else jax.lax.psum(sums_R, AXIS), personal_K
 
     def _personal(self, theta_R: Parameters, personal_K: Parameters | None, chunk: SlotTable) -> Parameters | None:
         """The personal models of these clients: theta_j ← theta, if not initialized."""
@@ -218,8 +250,8 @@ class Engine:
         capacity: int,
         chunk: SlotTable,
         personal_CV: Parameters | None,
-    ) -> tuple[Sums, Parameters | None]:
-        """One chunk at one capacity: its clients train, and their updates are clipped and summed for every run."""
+    ) -> tuple[Any, Parameters | None]:
+        """One chunk at one capacity: its clients train, and their updates are clipped and summed, or written out."""
         key_C = jax.vmap(partial(jax.random.fold_in, inputs.key))(chunk.client_C)
         order_CM = jax.vmap(partial(shuffle, capacity=capacity))(key_C, chunk.count_C)
         uniform_size = self.config.uniform_size
@@ -241,6 +273,9 @@ class Engine:
         updates_R, personal_CV = client_updates(
             self.model, self.training, parametrization, clients, personal_CV, inputs.rates, uniform_size
         )
+        if self.config.exact:
+            each_run = jax.vmap(parametrization.write_out, in_axes=1, out_axes=1)(updates_R.update_CR)
+            return jax.vmap(jax.vmap(lambda update: ravel_pytree(update)[0]))(each_run), personal_CV
 
         def sum_run(params: RoundParams, clip: Array, update_C: Parameters, norm_C: Array) -> Sums:
             def weighted_sum(scale_C: Array) -> Array:

@@ -49,12 +49,16 @@ from fedhdp.simulation import simulate
 ADAM = LocalTraining(2, 4, optimizer=OptimizerConfig("adam", learning_rate=0.02, eps=1e-3), personal_learning_rate=0.01)
 
 
+BY_LAYER = LayerClip({"first": 0.3, "rest": 0.1})
+
+
+@pytest.mark.parametrize("arithmetic", ["float32", "exact"])
 @pytest.mark.parametrize(
     ("training", "clip"),
-    [(TRAINING, AdaptiveClip(0.3)), (ADAM, AdaptiveClip(0.3)), (TRAINING, LayerClip({"first": 0.3, "rest": 0.1}))],
+    [(TRAINING, AdaptiveClip(0.3)), (ADAM, AdaptiveClip(0.3)), (TRAINING, BY_LAYER)],
     ids=["sgd", "adam", "clip by layer"],
 )
-def test_deployment_equals_simulation(tmp_path, training, clip):
+def test_deployment_equals_simulation(tmp_path, training, clip, arithmetic):
     optimizer = ServerOptimizer(OptimizerConfig("sgd", learning_rate=1.0, momentum=0.9), average=0.5)
     changes = {
         "rounds": 4,

@@ -41,7 +41,8 @@ def data(seed):
 
     train, test = examples(*patients(counts), counts), examples(*patients(counts // 5), counts // 5)
     server_x = rng.normal(size=(500, 8)).astype(np.float32)
-    return FederatedData("clinics", train, test, server_x, (server_x @ shared).astype(np.float32), classes=1)
+    server = server_x, (server_x @ shared).astype(np.float32)
+    return FederatedData("clinics", train, test, *server, classes=1, server_has_client_data=False)
 
 
 # Model: any pytree of float arrays, and a function of it. The key is for dropout, and None in evaluation.

@@ -1,10 +1,33 @@
-"""The few functions of MLflow and Weights & Biases that the loggers call, which record what they were called with."""
+"""A variant to log, and the functions of MLflow and Weights & Biases that the loggers call, which record their arguments."""
 
 from __future__ import annotations
 
+import math
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
+
+from fedhdp.results.loggers import LoggedVariant
+from fedhdp.results.schema import MetricRow
+
+ROWS = [
+    MetricRow(5, "server", "global", "accuracy", 0.5),
+    MetricRow(5, "server", "global", "clip", 0.25),
+    MetricRow(5, "opted out", "global", "accuracy_clients", 4.0),
+    MetricRow(5, "opted out", "global", "epsilon", math.inf),
+    MetricRow(5, "private", "global", "epsilon", 1.5),
+    MetricRow(5, "private", "global", "refused", 1.0),
+]
+PUBLIC = {"server/global/accuracy": 0.5, "server/global/clip": 0.25, "private/global/epsilon": 1.5}
+ALL = PUBLIC | {"opted out/global/accuracy_clients": 4.0, "private/global/refused": 1.0}
+CONFIG = {"rounds": 9, "mechanism": {"groups": [{"clients": ["ann", "bob"]}, {"clients": 5}]}}
+
+
+def variant_in(directory, round: int = 0) -> LoggedVariant:
+    """A variant whose directory exists."""
+    path = directory / "run" / "fedhdp"
+    path.mkdir(parents=True, exist_ok=True)
+    return LoggedVariant("tiny", "run-0123", "FedHDP", path, round, CONFIG, False, False)
 
 
 class Entity(NamedTuple):

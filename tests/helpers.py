@@ -28,7 +28,7 @@ def tiny_data(sizes: list[int], inputs: int = 12, classes: int = 3, seed: int = 
 
     test_sizes = [3 + size % 2 for size in sizes]
     train, test = examples(*blobs(sum(sizes)), sizes), examples(*blobs(sum(test_sizes)), test_sizes)
-    return FederatedData("tiny", train, test, *blobs(50), classes, input_scale=1 / 255)
+    return FederatedData("tiny", train, test, *blobs(50), classes, input_scale=1 / 255, server_has_client_data=False)
 
 
 def mechanism_of(*groups: tuple[int, float, float], rate: float = 0.5, **others: object) -> Mechanism:

@@ -45,7 +45,7 @@ class FederatedData(NamedTuple):
         preparation: How columns became inputs, and whose statistics that took.
         public_levels: The levels of clients whose statistics that took: they must have opted out of privacy.
         server_has_client_data: Whether the server's test set consists of clients' examples, so that what it measures is as
-            private as what clients measure.
+            private as what clients measure. So it is unless the data says that it does not.
     """
 
     name: str
@@ -61,7 +61,7 @@ class FederatedData(NamedTuple):
     class_names: tuple[str, ...] | None = None
     preparation: str = ""
     public_levels: tuple[str, ...] = ()
-    server_has_client_data: bool = False
+    server_has_client_data: bool = True
 
     def __repr__(self) -> str:
         """Name and sizes, without the arrays."""

@@ -131,7 +131,9 @@ def make_handwriting(
     test = examples(*generate(np.arange(clients), test_count_K, part="test"), test_count_K)
     server_x_N, server_y_N = server_examples(server_test, classes, seed)
     name = f"handwriting-{split}-{classes}"
-    return FederatedData(name, train, test, server_x_N, server_y_N, classes, input_scale=1 / 255)
+    return FederatedData(
+        name, train, test, server_x_N, server_y_N, classes, input_scale=1 / 255, server_has_client_data=False
+    )
 
 
 class StreamedHandwriting(NamedTuple):

@@ -117,7 +117,9 @@ def _one_digit(
         for part, rows_KM in (("train", row_KM), ("test", test_row_KM))
     )
     server = arrays["test_x"], arrays["test_y"].astype(np.int32)
-    return FederatedData(f"mnist-{split}", train, test, *server, CLASSES, input_scale=1 / 255)
+    return FederatedData(
+        f"mnist-{split}", train, test, *server, CLASSES, input_scale=1 / 255, server_has_client_data=False
+    )
 
 
 def _skewed_first(order_K: np.ndarray, digit_K: np.ndarray, skewed_clients: int) -> np.ndarray:

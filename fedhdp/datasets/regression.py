@@ -97,7 +97,8 @@ def _true_parameters(rng: np.random.Generator, clients: int, dimensions: int, ta
 
 def _federated(name: str, train: Arrays, test: Arrays, server: Arrays) -> FederatedData:
     server_x_N, server_y_N = (array.astype(np.float32) for array in server)
-    return FederatedData(name, _flatten(*train), _flatten(*test), server_x_N, server_y_N, classes=0)
+    parts = (_flatten(*train), _flatten(*test), server_x_N, server_y_N)
+    return FederatedData(name, *parts, classes=0, server_has_client_data=False)
 
 
 def _flatten(x_KM: np.ndarray, y_KM: np.ndarray) -> Examples:

@@ -75,5 +75,4 @@ def shuffle_clients(
     count_K = test.count_K[order_K]
     rows_N = np.repeat(test.start_K[order_K], count_K) + index_in_client(count_K)
     test = examples(test.x_N[rows_N], test.y_N[rows_N].astype(np.int32), count_K)
-    data = FederatedData(name, train, test, test.x_N, test.y_N, classes, input_scale=1 / 255)
-    return data._replace(server_has_client_data=True)
+    return FederatedData(name, train, test, test.x_N, test.y_N, classes, input_scale=1 / 255)

@@ -115,8 +115,8 @@ class VariantBatch:
         self.logs: list[VariantLog] = []
         completed = False
         try:
-            for variant, part in zip(self.variants, self.parts, strict=True):
-                self.logs.append(self._start_log(run_id, variant, part))
+            for variant, part, mechanism in zip(self.variants, self.parts, self.simulation.mechanisms, strict=True):
+                self.logs.append(self._start_log(run_id, variant, part, mechanism))
             self._run_rounds()
             results, completed = self._finish(), True
         finally:
@@ -124,13 +124,14 @@ class VariantBatch:
                 variant_log.finish(completed)
         return results
 
-    def _start_log(self, run_id: str, variant: Variant, part: VariantDirectory) -> VariantLog:
+    def _start_log(self, run_id: str, variant: Variant, part: VariantDirectory, mechanism: Mechanism) -> VariantLog:
         """Start the experiment's loggers for a variant; an address in a logger's arguments is no setting to show."""
         values = msgspec.structs.asdict(self.experiment) | {"variants": None, "loggers": None, "variant": variant}
         config = msgspec.json.decode(encode_json(without_none(msgspec.to_builtins(values))))
-        logged = LoggedVariant(self.experiment.name, run_id, variant.name, part.path, self.simulation.round, config)
-        has_client_data = self.simulation.data.server_has_client_data
-        return VariantLog(self.experiment.loggers, logged._replace(server_has_client_data=has_client_data))
+        run = (self.experiment.name, run_id, variant.name, part.path, self.simulation.round, config)
+        clip_has_client_data = mechanism.is_adaptive and mechanism.bit_noise_stddev == 0
+        logged = LoggedVariant(*run, self.simulation.data.server_has_client_data, clip_has_client_data)
+        return VariantLog(self.experiment.loggers, logged)
 
     def _run_rounds(self) -> None:
         """Run the remaining rounds and record what they measure."""

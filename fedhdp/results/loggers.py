@@ -4,8 +4,9 @@ A logger is a value with ``start``. It returns two functions: ``log(round, value
 is a run of its own; a run that resumes continues it.
 
 What is measured on clients' data has no noise. A remote logger gets it, and the ids of clients, only if ``client_metrics``
-asks for it. It always gets epsilons, the clip, and what is measured on the server's test set, unless that set consists of
-clients' examples.
+asks for it. It always gets epsilons, the clip, unless that moves without noise, and what is measured on the server's test
+set, unless that set consists of clients' examples. Remote is what may be on another machine: W&B, also offline, since its
+files are made to be uploaded, and every address of MLflow that is neither a path nor a database file.
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ from fedhdp.results.store import atomic_write, slug
 MLFLOW_FILE = "mlflow_run"  # in a variant's directory: the run's id, which MLflow chooses
 MLFLOW_PARAMS, MLFLOW_METRICS, MLFLOW_LENGTH = 100, 1000, 500  # the most in one request, and the longest value
 LOCAL_SCHEMES = ("file", "sqlite")
+SQLITE = "sqlite:///"
+WANDB_SILENT = {  # the terminal shows what clients measure; a diff of the repository may have their data
+    "console": "off",
+    "disable_git": True,
+    "disable_code": True,
+    "save_code": False,
+}
 
 
 class LoggedVariant(NamedTuple):
@@ -45,6 +53,7 @@ class LoggedVariant(NamedTuple):
         round: The rounds completed, more than 0 where the run resumes.
         config: The experiment and the variant.
         server_has_client_data: Whether the server's test set consists of clients' examples.
+        clip_has_client_data: Whether the clip follows clients' updates without noise.
     """
 
     experiment: str
@@ -53,7 +62,8 @@ class LoggedVariant(NamedTuple):
     path: Path
     round: int
     config: dict[str, Any]
-    server_has_client_data: bool = False
+    server_has_client_data: bool = True
+    clip_has_client_data: bool = True
 
 
 class LogRun(NamedTuple):
@@ -72,6 +82,9 @@ class TensorBoard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     """
 
     directory: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_directory(self.directory)
 
     @property
     def takes_client_metrics(self) -> bool:
@@ -103,7 +116,8 @@ class MLflow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     """MLflow's tracking.
 
     Args:
-        tracking_uri: A folder or a server. None: MLflow's own setting.
+        tracking_uri: A server, or a database as ``sqlite:///runs.db``, relative to the experiment's file. None: MLflow's own
+            setting.
         project: MLflow's experiment. None: the experiment's name.
         client_metrics: Whether a server also gets what is measured on clients' data, without noise.
     """
@@ -117,10 +131,7 @@ class MLflow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
         """Whether it gets what is measured on clients' data: if it is local, or asked for."""
         import mlflow
 
-        uri = str(self.tracking_uri or mlflow.get_tracking_uri())
-        scheme = urlsplit(uri).scheme
-        is_path = len(scheme) <= 1 and uri != "databricks"  # a drive's letter looks like a scheme
-        return self.client_metrics or is_path or scheme in LOCAL_SCHEMES
+        return self.client_metrics or _is_local(str(self.tracking_uri or mlflow.get_tracking_uri()))
 
     def start(self, variant: LoggedVariant) -> LogRun:
         """Create a run, or continue the one whose id is in the variant's directory."""
@@ -166,6 +177,9 @@ class WandB(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     directory: str | None = None
     client_metrics: bool = False
 
+    def __post_init__(self) -> None:
+        _check_directory(self.directory)
+
     @property
     def takes_client_metrics(self) -> bool:
         """Whether it gets what is measured on clients' data: only if asked for."""
@@ -176,7 +190,6 @@ class WandB(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
         import wandb
 
         name = f"{variant.run}/{variant.name}"
-        output = {} if self.client_metrics else {"console": "off"}  # the terminal shows what clients measure
         run = wandb.init(
             project=self.project or slug(variant.experiment),
             entity=self.entity,
@@ -186,7 +199,7 @@ class WandB(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
             config=variant.config,
             resume="allow",
             reinit="create_new",
-            settings=output,
+            settings={} if self.client_metrics else WANDB_SILENT,
         )
         return LogRun(
             lambda round, values: run.log(values, step=round),
@@ -200,7 +213,7 @@ _PACKAGES = {
     "wandb": "wandb",
     "tensorboard": "tensorboardX",
 }  # in the order of starting: files last
-_DEFAULTS: dict[str, Logger] = {"mlflow": MLflow(), "wandb": WandB(), "tensorboard": TensorBoard()}
+_LOGGERS: dict[str, type[Logger]] = {"mlflow": MLflow, "wandb": WandB, "tensorboard": TensorBoard}
 
 
 def name_of(logger: str | Logger) -> str:
@@ -221,13 +234,17 @@ def check_names(loggers: Sequence[str | Logger]) -> None:
 
 
 def resolve_paths(loggers: Iterable[str | Logger], directory: Path) -> tuple[str | Logger, ...]:
-    """The loggers with their directories relative to this one made absolute."""
-    return tuple(
-        logger
-        if isinstance(logger, str | MLflow) or logger.directory is None
-        else msgspec.structs.replace(logger, directory=str(directory / logger.directory))
-        for logger in loggers
-    )
+    """The loggers with paths that are relative to this directory made absolute."""
+
+    def resolve(logger: str | Logger) -> str | Logger:
+        if isinstance(logger, MLflow) and (uri := logger.tracking_uri or "").startswith(SQLITE):
+            path = directory / uri.removeprefix(SQLITE)
+            return msgspec.structs.replace(logger, tracking_uri=f"{SQLITE}{path.as_posix()}")
+        if isinstance(logger, str | MLflow) or logger.directory is None:
+            return logger
+        return msgspec.structs.replace(logger, directory=str(directory / logger.directory))
+
+    return tuple(map(resolve, loggers))
 
 
 def check_installed(loggers: Iterable[str | Logger]) -> None:
@@ -251,8 +268,8 @@ class VariantLog:
 
     def __init__(self, loggers: Iterable[str | Logger], variant: LoggedVariant):
         self._runs: dict[str, tuple[bool, LogRun]] = {}  # whether it takes client metrics
-        self._server_has_client_data = variant.server_has_client_data
-        values = {name_of(logger): _DEFAULTS[logger] if isinstance(logger, str) else logger for logger in loggers}
+        self._variant = variant
+        values = {name_of(logger): _LOGGERS[logger]() if isinstance(logger, str) else logger for logger in loggers}
         for name in (name for name in _PACKAGES if name in values):
             logger = values[name]
             try:
@@ -277,10 +294,10 @@ class VariantLog:
         self._runs = {}
 
     def _is_public(self, row: MetricRow) -> bool:
-        """Whether a row has nothing of clients' data without noise: epsilons, clips, the server's own test set."""
-        if row.metric in ("epsilon", "clip") or row.metric.startswith("clip/"):
-            return True
-        return row.group == SERVER and not self._server_has_client_data
+        """Whether a row has nothing of clients' data without noise: epsilons, most clips, the server's own test set."""
+        if row.metric == "clip" or row.metric.startswith("clip/"):
+            return not self._variant.clip_has_client_data
+        return row.metric == "epsilon" or (row.group == SERVER and not self._variant.server_has_client_data)
 
     def _attempt(self, name: str, call: Callable[[], None]) -> None:
         try:
@@ -300,6 +317,18 @@ def without_ids(config: Any) -> Any:
             for key, value in config.items()
         }
     return [without_ids(value) for value in config] if isinstance(config, list | tuple) else config
+
+
+def _is_local(uri: str) -> bool:
+    """Whether an address of MLflow is a path or a database file of this machine."""
+    parts = urlsplit(uri)
+    if len(parts.scheme) <= 1:  # a drive's letter looks like a scheme
+        return not uri.startswith(("databricks", "//", r"\\"))
+    return parts.scheme in LOCAL_SCHEMES and parts.netloc in ("", "localhost")
+
+
+def _check_directory(directory: str | None) -> None:
+    require("://" not in (directory or ""), "directory", directory, "a folder of this machine")
 
 
 def _tag(row: MetricRow) -> str:

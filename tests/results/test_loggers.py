@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import math
+from pathlib import Path
 
 import pytest
 from experiment_helpers import keep_going, tiny
-from fake_loggers import FakeMlflow, FakeWandb
-from helpers import raises_field
+from fake_loggers import ALL, CONFIG, PUBLIC, ROWS, FakeMlflow, FakeWandb, variant_in
+from helpers import raises_field, tiny_data
+from msgspec.structs import replace
 
+from fedhdp.data import FederatedData
 from fedhdp.errors import ConfigError, RunError
-from fedhdp.experiments import Interrupted, resume, run
+from fedhdp.experiments import Interrupted, Variant, resume, run
 from fedhdp.results import loggers
-from fedhdp.results.loggers import LoggedVariant, MLflow, TensorBoard, VariantLog, WandB, without_ids
-from fedhdp.results.schema import MetricRow
-
-ROWS = [
-    MetricRow(5, "server", "global", "accuracy", 0.5),
-    MetricRow(5, "server", "global", "clip", 0.25),
-    MetricRow(5, "opted out", "global", "accuracy_clients", 4.0),
-    MetricRow(5, "opted out", "global", "epsilon", math.inf),
-    MetricRow(5, "private", "global", "epsilon", 1.5),
-    MetricRow(5, "private", "global", "refused", 1.0),
-]
-PUBLIC = {"server/global/accuracy": 0.5, "server/global/clip": 0.25, "private/global/epsilon": 1.5}
-ALL = PUBLIC | {"opted out/global/accuracy_clients": 4.0, "private/global/refused": 1.0}
-CONFIG = {"rounds": 9, "mechanism": {"groups": [{"clients": ["ann", "bob"]}, {"clients": 5}]}}
-
-
-def variant_in(directory, round: int = 0) -> LoggedVariant:
-    """A variant whose directory exists."""
-    path = directory / "run" / "fedhdp"
-    path.mkdir(parents=True, exist_ok=True)
-    return LoggedVariant("tiny", "run-0123", "FedHDP", path, round, CONFIG)
+from fedhdp.results.loggers import MLflow, TensorBoard, VariantLog, WandB, without_ids
 
 
 def read_events(directory) -> tuple[dict[str, dict[int, float]], list[str]]:
@@ -82,7 +64,12 @@ def test_tensorboard_in_a_directory_of_ones_own(tmp_path):
     ("logger", "uri", "values"),
     [
         (MLflow(), "https://tracking.example", PUBLIC),
+        (MLflow(), "http://localhost:5000", PUBLIC),
         (MLflow(), "databricks", PUBLIC),
+        (MLflow(), "databricks-uc", PUBLIC),
+        (MLflow(), "file://storage.example/runs", PUBLIC),
+        (MLflow(), "//storage.example/runs", PUBLIC),
+        (MLflow(), "s3://bucket/runs", PUBLIC),
         (MLflow("postgresql://host/db"), "", PUBLIC),
         (MLflow(client_metrics=True), "https://tracking.example", ALL),
         (MLflow(), "file:///runs", ALL),
@@ -127,16 +114,35 @@ def test_wandb_gets_clients_metrics_only_if_asked_for(monkeypatch, tmp_path, cli
     config = CONFIG if client_metrics else without_ids(CONFIG)
     assert [(start["project"], start["config"]) for start in run.starts] == [("hospitals", config)] * 2
     assert (config["mechanism"]["groups"][0]["clients"] == 2) != client_metrics
-    silent = [start["settings"].get("console") == "off" for start in run.starts]  # the terminal shows clients' metrics
-    assert silent == [not client_metrics] * 2
+    assert [start["settings"] for start in run.starts] == [{} if client_metrics else loggers.WANDB_SILENT] * 2
 
 
-def test_a_server_test_set_of_clients_examples_is_clients_data(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("field", "name"), [("server_has_client_data", "accuracy"), ("clip_has_client_data", "clip")])
+def test_what_follows_clients_data_without_noise_is_clients_data(monkeypatch, tmp_path, field, name):
     server = FakeWandb().install(monkeypatch)
-    log = VariantLog(("wandb",), variant_in(tmp_path)._replace(server_has_client_data=True))
+    log = VariantLog(("wandb",), variant_in(tmp_path)._replace(**{field: True}))
     log.log(5, ROWS)
     (run,) = server.runs.values()
-    assert run.metrics == [(5, {"server/global/clip": 0.25, "private/global/epsilon": 1.5})]
+    assert run.metrics == [(5, {key: value for key, value in PUBLIC.items() if not key.endswith(name)})]
+
+
+def test_data_is_clients_unless_it_says_otherwise():
+    data = tiny_data([3, 4])
+    assert not data.server_has_client_data
+    assert FederatedData("mine", data.train, data.test, data.test.x_N, data.test.y_N, 3).server_has_client_data
+
+
+@pytest.mark.parametrize("logger", [TensorBoard, WandB])
+def test_an_address_is_no_folder(logger):
+    with raises_field("directory"):
+        logger(directory="s3://bucket/runs")
+
+
+def test_paths_are_relative_to_the_experiments_file(tmp_path):
+    named = (TensorBoard("logs"), MLflow("sqlite:///runs.db"), MLflow("https://tracking.example"), "wandb")
+    made = loggers.resolve_paths(named, tmp_path)
+    assert made == (TensorBoard(str(tmp_path / "logs")), MLflow(f"sqlite:///{tmp_path}/runs.db"), *named[2:])
+    assert loggers.resolve_paths(made, Path("elsewhere")) == made
 
 
 def test_a_logger_that_does_not_start_is_an_error(monkeypatch, tmp_path):
@@ -186,6 +192,7 @@ def test_a_run_that_resumes_goes_on_in_its_loggers(monkeypatch, tmp_path):
     pytest.importorskip("tensorboardX")
     server = FakeWandb().install(monkeypatch)
     experiment = tiny(loggers=("tensorboard", WandB()), metrics=("auc", "accuracy"))
+    experiment = replace(experiment, variants=(*experiment.variants, Variant(algorithm="non_private")))
     with pytest.raises(Interrupted):
         run(experiment, tmp_path / "run", lambda progress: progress.round < 6)
     summary = resume(tmp_path / "run", keep_going)
@@ -194,7 +201,9 @@ def test_a_run_that_resumes_goes_on_in_its_loggers(monkeypatch, tmp_path):
         assert [step for step, _ in logged.metrics] == [4, 8, 12]
         assert logged.metrics[-1][1]["server/global/auc"] == result.value("auc")
         assert not [name for _, values in logged.metrics for name in values if name.startswith("private/personal")]
-        assert logged.metrics[-1][1]["private/global/epsilon"] == pytest.approx(result.groups[1].epsilon)
+        is_private = result.name != "Non-Private"  # whose clip moves without noise
+        assert ("server/global/clip" in logged.metrics[-1][1]) == is_private
+        assert ("private/global/epsilon" in logged.metrics[-1][1]) == is_private
         assert logged.starts[0]["config"]["variant"]["name"] == result.name
     scalars, _ = read_events(tmp_path / "run" / "tensorboard" / "fedhdp")
     assert list(scalars["private/personal/accuracy"]) == [4, 8, 12]

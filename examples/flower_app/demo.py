@@ -93,27 +93,36 @@ def start_supernodes(fleet: Fleet) -> None:
 def wait_for_results(fleet: Fleet, run: str, results: Path, patience: float) -> None:
     """Wait until a run has written its results; print its rounds, and the warnings of all processes."""
     fleet.follow(run)
-    printed_lines = dict.fromkeys(fleet.processes, 0)
+    printed_lines, printed_warnings = dict.fromkeys(fleet.processes, 0), set[str]()
+
+    def print_once(text: str) -> None:
+        """Print a warning, unless it differs in numbers alone from one before: a lost connection is tried every second."""
+        if (kind := re.sub(r"[\d.]+", "", text)) not in printed_warnings:
+            printed_warnings.add(kind)
+            print(text, flush=True)
 
     def is_done() -> bool:
         for name, printed in printed_lines.items():
             *lines, _ = fleet.log_text(name).split("\n")  # the last line may be half written
             printed_lines[name] = len(lines)
             for line in lines[printed:]:
-                print_line(name, line, is_run=name.startswith("run "))
+                text = line_to_print(name, line)
+                if text is not None:
+                    print(text, flush=True) if name.startswith("run ") else print_once(text)
+            if not results.exists() and (status := fleet.processes[name].poll()) is not None and name in LEVEL_OF_OWNER:
+                print_once(f"warning: {name} ended with status {status} (log: {fleet.log(name)})")
         return results.exists()
 
     fleet.wait_for(run, is_done, patience)
 
 
-def print_line(name: str, line: str, is_run: bool) -> None:
-    """Print a line of a log if it is about a round or a client of the run, or a warning."""
+def line_to_print(name: str, line: str) -> str | None:
+    """What is printed of a line of a log: rounds and clients of the run, and warnings."""
     level, separator, text = line.partition(":")
-    is_warning = separator and level.strip() in ("WARNING", "ERROR") and not EXPECTED_WARNING.search(text)
-    if is_warning:
-        print(f"{level.strip().lower()}{'' if is_run else f' of {name}'}: {text.strip()}", flush=True)
-    elif is_run and text.strip().startswith(("round ", "client ", "waiting ")):
-        print(text.strip(), flush=True)
+    is_run = name.startswith("run ")
+    if separator and level.strip() in ("WARNING", "ERROR") and not EXPECTED_WARNING.search(text):
+        return f"{level.strip().lower()}{'' if is_run else f' of {name}'}: {text.strip()}"
+    return text.strip() if is_run and text.strip().startswith(("round ", "client ", "waiting ")) else None
 
 
 def print_results(results: Path, ledger: Path) -> None:

@@ -258,6 +258,8 @@ class FedHDP(Strategy):
         if matched.unsolicited:
             log(WARNING, "%d replies to messages that were not sent are refused: replayed", matched.unsolicited)
         self.counts.unsolicited += matched.unsolicited
+        for client, code in matched.errors.items():
+            log(WARNING, "%s fails with error %d", by_client[client].label, code)
         return matched
 
     def _count_infinite(self, refused_G: np.ndarray) -> None:

@@ -107,13 +107,39 @@ def test_limit_follows_progress(tmp_path):
         fleet.wait_until(logs, seconds, "a log")
 
 
-def test_warnings_are_printed(capsys):
-    for name, line in {
+def test_warnings_are_printed():
+    lines = {
         "run 1": "WARNING :   node 3 answered the offer with error 2",
         "anna": "WARNING :   Option `--insecure` was set.",
         "ben": "ERROR :   the data cannot be read",
         "cleo": "INFO :   Receiving: train message",
-    }.items():
-        demo.print_line(name, line, is_run=name.startswith("run"))
+    }
+    texts = [demo.line_to_print(name, line) for name, line in lines.items()]
+    assert [text for text in texts if text] == [
+        "warning: node 3 answered the offer with error 2",
+        "error of ben: the data cannot be read",
+    ]
+
+
+def test_ended_node_is_named_and_its_retries_are_printed_once(tmp_path, monkeypatch, capsys):
+    retries = (
+        "import sys; [print(f'WARNING :   Connection failed, retrying in {i} seconds') for i in range(5)]; sys.exit(3)"
+    )
+    calls = []
+
+    class EndedFleet(Fleet):
+        def follow(self, run):
+            self.start("anna", sys.executable, "-c", retries)
+            self.processes["anna"].wait()
+
+        def wait_for(self, run, condition, seconds):
+            calls.extend([condition(), condition()])
+
+    with EndedFleet(tmp_path) as fleet:
+        demo.wait_for_results(fleet, "1", tmp_path / "summary.json", 1)
     lines = capsys.readouterr().out.splitlines()
-    assert lines == ["warning: node 3 answered the offer with error 2", "error of ben: the data cannot be read"]
+    assert lines == [
+        "warning of anna: Connection failed, retrying in 0 seconds",
+        f"warning: anna ended with status 3 (log: {tmp_path / 'anna.log'})",
+    ]
+    assert calls == [False, False]

@@ -13,6 +13,7 @@ from flower_helpers import (
     Node,
     SlowGrid,
     charged_rounds,
+    is_train,
     ledger_costs,
     make_deployment,
     open_ledger,
@@ -20,7 +21,7 @@ from flower_helpers import (
     registered_levels,
     run_plain,
 )
-from flwr.app import Message
+from flwr.app import Error, Message
 from flwr.clientapp import ClientApp
 
 from fedhdp.flower import Deployment
@@ -157,6 +158,17 @@ def test_wait_for_replies_is_logged(tmp_path, clock, caplog):
     waits = [record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()]
     assert len(waits) == 1
     assert "1 of 2 clients" in waits[0]
+
+
+def test_failing_client_is_named(tmp_path, clock, caplog):
+    grid = SlowGrid([plain_node(1, privacy="open"), plain_node(2, privacy="open")], clock)
+    grid.tamper = lambda message, reply, node: (
+        [Message(Error(5, "gone"), reply_to=message)] if node.id == 2 and is_train(message) else [reply]
+    )
+    with caplog.at_level("INFO", "flwr"):
+        run_plain(grid, deployment_of(tmp_path, rounds=1))
+    assert "client node 2 (open, node 2) fails with error 5" in caplog.text
+    assert "1 failed" in caplog.text
 
 
 def test_late_level_without_budget_does_not_end_the_run(tmp_path, clock):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ from flower_helpers import (
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from helpers import raises_field
 
-from fedhdp.flower import Trainer, client_app
+from fedhdp.flower import Arrays, Trainer, client_app
 from fedhdp.flower.protocol import LevelOffer, decline_message, flatten, parse_request, unflatten
 from fedhdp.mechanism import SERVER
 from fedhdp.privacy.calibration import PrivacyLevel
@@ -70,7 +71,6 @@ ZEROS = np.zeros((12, 5), np.float32)
 INVALID_REPLIES = {
     "not a number": (lambda reply: with_arrays(reply, first_w=ZEROS * math.nan), "not finite"),
     "infinite": (lambda reply: with_arrays(reply, first_w=ZEROS + math.inf), "not finite"),
-    "infinite norm": (lambda reply: with_arrays(reply, first_w=ZEROS + np.float32(3e38)), "not finite"),
     "transposed": (lambda reply: with_arrays(reply, first_w=ZEROS.T), "wrong shape"),
     "too large": (lambda reply: with_arrays(reply, first_w=np.zeros((1000, 1000), np.float32)), "wrong shape"),
     "huge by its header": (
@@ -125,6 +125,28 @@ def test_invalid_reply_counts_as_absent(tmp_path, absent_client, name):
     assert {group.name: group.refused for group in variant.groups if group.refused} == {LEVEL_OF[client]: 1}
     rows = [row for row in saved_history(deployment) if row.metric.startswith("refused:")]
     assert {(row.group, row.metric, row.value) for row in rows} == {(LEVEL_OF[client], f"refused: {kind}", 1.0)}
+
+
+@pytest.mark.parametrize("arithmetic", ["float32", "exact"])
+def test_finite_update_whose_norm_overflows(tmp_path, absent_client, arithmetic):
+    """In single precision it is absent. Exact arithmetic has its norm, and clips it as any other."""
+    client, _ = absent_client
+
+    def model_and_refused(name: str, tampered: Callable[[Message], list[Message]]) -> tuple[Arrays, int]:
+        deployment, grid = make_deployment(tmp_path / name, arithmetic=arithmetic), make_grid(app=JAX_APP)
+        grid.tamper = lambda message, reply, node: tampered(reply) if is_round_1_of(client, message, node) else [reply]
+        (variant,) = run_jax(grid, deployment).variants
+        return saved_model(deployment), sum(group.refused for group in variant.groups)
+
+    def constant(value: float) -> Callable[[Message], list[Message]]:
+        return lambda reply: [with_arrays(reply, first_w=ZEROS + np.float32(value), first_b=np.zeros(5, np.float32))]
+
+    overflowing, refused = model_and_refused("overflowing", constant(2.0**127))
+    absent, _ = model_and_refused("absent", lambda reply: [])
+    large, _ = model_and_refused("large", constant(2.0**40))
+    assert refused == (arithmetic == "float32")
+    assert is_equal(overflowing, absent if arithmetic == "float32" else large)
+    assert not is_equal(absent, large)
 
 
 def add_unsolicited(message: Message, reply: Message, node: Node) -> list[Message]:

@@ -37,6 +37,26 @@ def column(columns: Columns, name: str, field: str) -> np.ndarray:
     raise DataError(f"{field} must be a column of the table, got {name!r}; {hint}", field, name)
 
 
+class CellError(DataError):
+    """A cell that cannot be used, in a row that is counted from 0, and perhaps a hint."""
+
+    def __init__(self, fault: str, field: str, value: object, row: int, hint: str = "", owner: str = ""):
+        super().__init__(f"{fault} in row {row + 1}{owner}{hint}", field, value)
+        self.fault, self.row, self.hint = fault, row, hint
+
+
+@contextmanager
+def errors_of_clients(columns: Columns, client: str) -> Iterator[None]:
+    """Let errors of cells name the client whose row it is, where the table has a column of clients."""
+    try:
+        yield
+    except CellError as error:
+        if client not in columns or error.field is None:
+            raise
+        owner = f", of client {str(columns[client][error.row])!r}"
+        raise CellError(error.fault, error.field, error.value, error.row, error.hint, owner) from error
+
+
 @contextmanager
 def errors_in(table: str) -> Iterator[None]:
     """Let errors name the table that they are in."""
@@ -210,9 +230,9 @@ def _texts(cells_N: np.ndarray, name: str) -> np.ndarray:
 
 
 def _refuse_missing_cell(name: str, row: int) -> NoReturn:
-    message = f"{name} is missing in row {row + 1}; fill.{name} can state a value for missing ones"
-    raise DataError(message, name, None)
+    hint = f"; fill.{name} can state a value for missing ones"
+    raise CellError(f"{name} is missing", name, None, row, hint)
 
 
 def _refuse(name: str, rule: str, value: object, row: int) -> NoReturn:
-    raise DataError(f"{name} must be {rule}, got {value!r} in row {row + 1}", name, value)
+    raise CellError(f"{name} must be {rule}, got {value!r}", name, value, row)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedhdp.data.columns import Columns, Standardize, column, errors_in, make_encoder
+from fedhdp.data.columns import Columns, Standardize, column, errors_in, errors_of_clients, make_encoder
 from fedhdp.data.rows import Partition, partition_rows, share_or_arrays
 from fedhdp.data.values import as_array, refuse_missing
 from fedhdp.errors import DataError
@@ -139,12 +139,15 @@ def table_arrays(
     elif standardize != "none":
         rule = "none, public, server, or a mean and a deviation for each column"
         raise DataError(f"standardize must be {rule}, got {standardize!r}", "standardize", standardize)
-    encoder = make_encoder(columns, features, categories, fill, moments, source)
+    with errors_of_clients(columns, client):
+        encoder = make_encoder(columns, features, categories, fill, moments, source)
 
     def pair(part: Columns) -> tuple[np.ndarray, np.ndarray]:
         refuse_missing(column(part, label, "label"), label)
         y_N = part[label]
-        return encoder.encode(part), y_N[:, None] if y_N.dtype.kind == "f" and y_N.ndim == 1 else y_N
+        with errors_of_clients(part, client):
+            x_N = encoder.encode(part)
+        return x_N, y_N[:, None] if y_N.dtype.kind == "f" and y_N.ndim == 1 else y_N
 
     x_N, y_N = pair(columns)
     with errors_in("test"):

@@ -174,11 +174,12 @@ def test_wrong_tables_are_refused(frame, options, field, value):
     assert error.value.value == value
 
 
-def test_wrong_cells_are_named_by_column_and_row():
-    for value in (None, "old", float("inf")):
-        with pytest.raises(DataError, match=r"age .* row 8"):
+def test_wrong_cells_are_named_by_column_row_and_client():
+    where = f"row 8, of client '{TABLE['clinic'][7]}'"
+    for value in (None, "old", float("inf"), float("nan")):
+        with pytest.raises(DataError, match=rf"^age .* {where}"):
             FederatedData.from_dataframe(with_cell("age", 7, value), **COLUMNS, **SEX)
-    with pytest.raises(DataError, match=r"^test: age .* row 8"):
+    with pytest.raises(DataError, match=rf"^test: age .* {where}"):
         FederatedData.from_dataframe(TABLE, **COLUMNS, **SEX, test=with_cell("age", 7, "old"))
 
 

@@ -59,7 +59,8 @@ def show(
     else:
         write = format_markdown if format == "markdown" else format_latex
         header, rows = comparison.combined_cells(runs, metric=metric)
-        sys.stdout.write(write(header, rows, comparison.notes(runs), texts=min(2, len(runs))))
+        lines = [*comparison.caption(runs, header, metric), *comparison.notes(runs)]
+        sys.stdout.write(write(header, rows, lines, texts=min(2, len(runs))))
 
 
 def print_runs(runs: list[RepeatedRun], metric: str | None = None) -> None:
@@ -74,11 +75,8 @@ def print_runs(runs: list[RepeatedRun], metric: str | None = None) -> None:
     if not wide:
         header, rows = comparison.combined_cells(runs, variances=False, metric=metric)
         table = _table([name.replace(" ", "\n") for name in header], rows, texts)
-    names = ", ".join(dict.fromkeys(run.runs[0].experiment for run in runs))
-    parts = [comparison.describe_seeds(runs), "variance across clients in parentheses" if wide else ""]
-    info = comparison.shown_metric(runs, metric)
-    out.print(f"{names}: {info.name}{' in %' if info.percent else ''}{''.join(f', {part}' for part in parts if part)}")
-    out.print(legend(header))
+    for line in comparison.caption(runs, header, metric, wide):
+        out.print(line)
     print_table(out, table)
     for line in comparison.notes(runs):
         out.print(line, style="dim")
@@ -93,18 +91,6 @@ def _table(header: list[str], rows: list[list[str]], texts: int) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def legend(header: list[str]) -> str:
-    """What the columns are."""
-    parts = [f"{name}: the server's test set" for name in header if name.endswith("_g") and name[0] != "Δ"]
-    parts.append("g and l: clients' own data, with the global and with personal models")
-    if any(name.startswith("a:") for name in header):
-        parts.append("a: with the averaged model")
-    if any(name.startswith("c:") for name in header):
-        parts.append("c: with the pull that each client chose")
-    parts += [f"{name}: the averaged model" for name in header if name.endswith("_avg")]
-    return "; ".join(parts)
 
 
 def plot(

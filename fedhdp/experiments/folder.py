@@ -171,8 +171,8 @@ class RunFolder:
         """Write the combined table and the summary of the runs that are finished, and return these."""
         runs = [RepeatedRun(_relative(run.label, self.path), run.runs) for run in read_runs([self.path])]
         header, rows = comparison.combined_cells(runs)
-        notes = [text for text in (comparison.describe_seeds(runs), *comparison.notes(runs)) if text]
-        table = format_markdown(header, rows, notes, texts=min(2, len(runs)))
+        lines = [*comparison.caption(runs, header), *comparison.notes(runs)]
+        table = format_markdown(header, rows, lines, texts=min(2, len(runs)))
         atomic_write(self.path / TABLE_FILE, table.encode())
         numbers = comparison.mean_rows(runs)
         atomic_write(self.path / NUMBERS_FILE, comparison.format_csv(numbers).encode())

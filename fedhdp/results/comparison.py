@@ -12,7 +12,7 @@ from fedhdp.errors import RunError
 from fedhdp.results.metrics import half_interval
 from fedhdp.results.schema import MetricInfo
 from fedhdp.results.stored import RepeatedRun, StoredVariant, differing_settings
-from fedhdp.results.tables import footnotes, table_cells
+from fedhdp.results.tables import footnotes, legend, table_cells
 
 
 class MeanRow(NamedTuple):
@@ -115,6 +115,22 @@ def notes(runs: Sequence[RepeatedRun]) -> list[str]:
         if part.missing:
             lines.append(f"not finished: {', '.join(map(str, part.missing))}")
     return lines
+
+
+def caption(
+    runs: Sequence[RepeatedRun], header: Sequence[str], metric: str | None = None, variances: bool = True
+) -> list[str]:
+    """What a table of runs shows: the experiments, the metric, how many seeds, and what its columns are.
+
+    Args:
+        runs: The runs.
+        header: The columns, of `combined_cells`.
+        metric: As in `combined_cells`.
+        variances: As in `combined_cells`.
+    """
+    names = ", ".join(dict.fromkeys(run.runs[0].experiment for run in runs))
+    shown, columns = legend(header, shown_metric(runs, metric), variances, describe_seeds(runs))
+    return [f"{names}: {shown}", columns]
 
 
 def describe_seeds(runs: Sequence[RepeatedRun]) -> str:

@@ -106,6 +106,31 @@ def _values(variant: VariantResult, columns: _Columns) -> list[tuple[float | Non
     return values
 
 
+def legend(header: Cells, metric: MetricInfo, variances: bool = True, seeds: str = "") -> list[str]:
+    """What a table shows: a line about the metric, and one about whose model and data each column is of.
+
+    Args:
+        header: The names of the columns.
+        metric: The metric of the table.
+        variances: Whether the table has variances.
+        seeds: How many seeds its means are of.
+    """
+    details = [seeds] if seeds else []
+    if variances:
+        details.append("variance across clients in parentheses")
+    shown = f"{metric.name}{' in %' if metric.percent else ''}"
+    parts = [f"{name}: the server's test set" for name in header if name.endswith("_g") and name[0] != "Δ"]
+    letters = "g and l" if any(name.startswith("l:") for name in header) else "g"
+    models = "the global and with personal models" if letters != "g" else "the global model"
+    parts.append(f"{letters}: clients' own data, with {models}")
+    if any(name.startswith("a:") for name in header):
+        parts.append("a: with the averaged model")
+    if any(name.startswith("c:") for name in header):
+        parts.append("c: with the pull that each client chose")
+    parts += [f"{name}: the averaged model" for name in header if name.endswith("_avg")]
+    return [", ".join([shown, *details]), "; ".join(parts)]
+
+
 def footnotes(variants: list[VariantResult]) -> list[str]:
     """The assumptions of the epsilons, runs that stopped early, refused updates, and noise that is not private."""
     lines: dict[str, list[str]] = {}
@@ -188,7 +213,7 @@ def _has_less_epsilon(group: GroupResult) -> bool:
 def format_table(
     variants: list[VariantResult], other_seeds: Sequence[list[VariantResult]] = (), metric: str | None = None
 ) -> str:
-    """Format results as plain text, with footnotes.
+    """Format results as plain text, with the metric's name, a legend and footnotes.
 
     Args:
         variants: A row each; all have the same groups.
@@ -199,10 +224,13 @@ def format_table(
         The lines, of any width.
     """
     header, rows = table_cells(variants, other_seeds=other_seeds, metric=metric)
+    shown = _columns(variants, other_seeds, metric).metric
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     cells = [header, ["─" * width for width in widths], *rows]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return "\n".join([*lines, *footnotes([variant for seed in (variants, *other_seeds) for variant in seed])])
+    return "\n".join(
+        [*legend(header, shown), *lines, *footnotes([variant for seed in (variants, *other_seeds) for variant in seed])]
+    )
 
 
 def _format_cell(metric: MetricInfo, values: Sequence[tuple[float | None, float | None]], variances: bool) -> str:

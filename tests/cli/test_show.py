@@ -34,6 +34,13 @@ def test_markdown(runs):
     assert len([row for row in rows if row.startswith("|")]) == 8
 
 
+@pytest.mark.parametrize("format", ["text", "markdown", "latex"])
+def test_tables_name_their_metric(runs, format):
+    shown = command("show", *runs, "--format", format).stdout.replace("\\", "")
+    assert "accuracy in %, variance across clients" in shown
+    assert "g and l: clients' own data" in shown or "g: clients' own data" in shown
+
+
 def test_latex_is_escaped(runs):
     shown = command("show", *runs, "--format", "latex").stdout
     assert r"\toprule" in shown

@@ -47,4 +47,4 @@ def test_runs_and_states_epsilons(name, tmp_path):
     header, rows = table_cells(summary.variants)
     assert {len(row) for row in rows} == {len(header)}
     lines = format_table(summary.variants).split("\n")
-    assert lines[len(rows) + 2 :] == footnotes(summary.variants)
+    assert lines[len(rows) + 4 :] == footnotes(summary.variants)

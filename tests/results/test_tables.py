@@ -106,8 +106,21 @@ def test_averaged_model_without_a_server_test_set():
 
 def test_text_has_rows_and_footnotes():
     lines = format_table([variant(repeatable=True)]).split("\n")
-    assert len(lines) == 4
-    assert lines[3:] == footnotes([variant(repeatable=True)])
+    assert len(lines) == 6
+    assert lines[5:] == footnotes([variant(repeatable=True)])
+
+
+def test_text_names_the_metric_and_its_columns():
+    """Also where the server has no test set, whose column would name it."""
+    errors = {"global/mse": 0.5, "personal/mse": 0.25}
+    groups = [group(name, values=errors) for name in "ab"]
+    metrics = (MetricInfo("mse", higher_is_better=False), ACCURACY)
+    table = [replace(variant(*groups, metrics=metrics), values={})]
+    assert format_table(table).startswith("mse, variance across clients in parentheses\ng and l: clients' own data")
+    accuracies = format_table(table, metric="accuracy")
+    assert accuracies.startswith(
+        "accuracy in %, variance across clients in parentheses\ng: clients' own data, with the global"
+    )
 
 
 def test_empty_table_is_refused():

@@ -15,6 +15,7 @@ Axis letters: C clients, G groups, L layers, P parameters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, groupby
@@ -31,7 +32,7 @@ from numpy.typing import NDArray
 
 from fedhdp.clips import MAX_CLIP, MIN_CLIP
 from fedhdp.errors import require
-from fedhdp.mechanism import Mechanism, RoundParams
+from fedhdp.mechanism import FLOAT32_UNIT_ROUNDOFF, Mechanism, RoundParams
 from fedhdp.optimizers import OptimizerConfig, as_optimizer
 
 Array = jax.Array
@@ -140,17 +141,28 @@ class Updates(NamedTuple):
 def dense_updates(update_CP: Array, layers: Layers | None = None) -> Updates:
     """Updates that are the rows of an array, with one norm each or, where there are layers, one for each layer."""
     if layers is None:
-        return Updates(jnp.linalg.norm(update_CP, axis=1), partial(_weighted_sum, update_CP))
+        norm_C = round_up_norm(jnp.linalg.norm(update_CP, axis=1), update_CP.shape[1])
+        return Updates(norm_C, partial(_weighted_sum, update_CP))
     parts = [(layer, update_CP[:, columns]) for layer, columns in layers.segments]
 
-    def norm_C(layer: int) -> Array:
+    def norm_of_layer(layer: int) -> Array:
         layer_CP = jnp.concatenate([part_CP for of_part, part_CP in parts if of_part == layer], axis=1)
-        return jnp.asarray(jnp.linalg.norm(layer_CP, axis=1))
+        return round_up_norm(jnp.linalg.norm(layer_CP, axis=1), layer_CP.shape[1])
 
     def weighted_sum(scale_CL: Array) -> Array:
         return jnp.concatenate([_weighted_sum(part_CP, scale_CL[:, layer]) for layer, part_CP in parts])
 
-    return Updates(jnp.stack([norm_C(layer) for layer in range(layers.number)], axis=1), weighted_sum)
+    return Updates(jnp.stack([norm_of_layer(layer) for layer in range(layers.number)], axis=1), weighted_sum)
+
+
+def sum_roundings(size: int) -> float:
+    """How many roundings a term of a sum of so many takes part in, at most: XLA sums in trees, of 32 terms on processors."""
+    return 2 * math.sqrt(size) + 32
+
+
+def round_up_norm(norm: Array, size: int) -> Array:
+    """A bound on the norm of so many parameters and on its scaling to the clip, from the norm in single precision."""
+    return norm * (1 + (sum_roundings(size) / 2 + 8) * FLOAT32_UNIT_ROUNDOFF)
 
 
 def _weighted_sum(update_CP: Array, scale_C: Array) -> Array:

@@ -18,8 +18,10 @@ from scipy import special, stats
 from fedhdp.clips import MAX_CLIP, MIN_CLIP, AdaptiveClip
 from fedhdp.optimizers import OptimizerConfig
 from fedhdp.server import (
+    Layers,
     ServerOptimizer,
     Sums,
+    Updates,
     as_server_optimizer,
     averaged_model,
     clip_and_sum,
@@ -102,8 +104,27 @@ def test_clip_bit_is_not_inverted():
 
 
 def test_update_with_the_norm_of_the_clip_is_not_clipped():
-    sums = summed([[0.5]], [0], clip=0.5)
+    updates = Updates(jnp.array([0.5]), dense_updates(jnp.array([[0.5]])).weighted_sum)
+    sums = clip_and_sum(MECHANISM.round_params, jnp.float32(0.5), updates, np.array([0]), np.array([True]))
     assert (float(sums.update_P[0]), float(sums.bits)) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("parameters", [2, 31, 62, 1000, 39_760, 300_000])
+def test_norms_of_many_equal_parameters_are_never_too_small(parameters):
+    """Where roundings agree, as they do in a sum of equal squares."""
+    value_C = np.random.default_rng(0).uniform(1, 2, (64 if parameters < 1e4 else 8, 1)).astype(np.float32)
+    update_CP = value_C * np.ones((1, parameters), np.float32)
+    expected_C = np.linalg.norm(np.float64(update_CP), axis=1)
+    half = Layers((0, 1), (parameters // 2, parameters - parameters // 2))
+    for norm_C in (
+        dense_updates(update_CP).norm_C,
+        np.linalg.norm(np.float64(dense_updates(update_CP, half).norm_C), axis=1),
+    ):
+        assert (np.float64(norm_C) >= expected_C).all()
+        np.testing.assert_allclose(norm_C, expected_C, rtol=5e-5)
+    for update_P in update_CP[:4]:
+        sums = summed(update_P[None], [0], clip=0.5)
+        assert np.linalg.norm(np.float64(sums.update_P)) <= 0.5
 
 
 def test_clip_converges_to_the_quantile_of_the_norms():

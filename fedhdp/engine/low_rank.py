@@ -27,10 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedhdp.client import Batch, LocalTraining
+from fedhdp.mechanism import FLOAT32_UNIT_ROUNDOFF
 from fedhdp.models import Array, Model, Parameters, materialized_transpose, take
-from fedhdp.server import Layers
+from fedhdp.server import Layers, round_up_norm, sum_roundings
 
 EXACT = jax.lax.Precision.HIGHEST  # norms decide on clipping, so neither they nor the clipped sums are rounded further
+MAX_INPUTS = 2**20  # of low-rank training: beyond, the bound on the rounding of norms would be of the size of the norms
 
 
 class ClientUpdates(NamedTuple):
@@ -81,7 +83,8 @@ def uses_low_rank(model: Model, examples: int, inputs: int, layers: Layers | Non
 
     The norm of the first layer is that of its weights and bias together, so one clip must have both.
     """
-    return model.head is not None and examples < inputs and (layers is None or len(set(layers.layer_of[:2])) == 1)
+    one_clip = layers is None or len(set(layers.layer_of[:2])) == 1
+    return model.head is not None and examples < inputs <= MAX_INPUTS and one_clip
 
 
 class FullRank:
@@ -106,10 +109,11 @@ class FullRank:
     def delta(self, theta_CR: Parameters) -> ClientUpdates:
         """The differences to the global models."""
         update_CR = jax.tree.map(jnp.subtract, theta_CR, self.theta_R)
+        size = _size(self.theta_R)
         if self.layers is None:
-            return ClientUpdates(update_CR, jnp.sqrt(_squares(update_CR)))
+            return ClientUpdates(update_CR, round_up_norm(jnp.sqrt(_squares(update_CR)), size))
         squares = _squares_by_layer(update_CR, self.layers.layer_of, self.layers.number)
-        return ClientUpdates(update_CR, jnp.sqrt(jnp.stack(squares, axis=-1)))
+        return ClientUpdates(update_CR, round_up_norm(jnp.sqrt(jnp.stack(squares, axis=-1)), size))
 
     def weighted_sum(self, scale_C: Array, update_C: Parameters) -> Parameters:
         """The sum over the clients."""
@@ -187,22 +191,31 @@ class LowRank:
         return self.head(theta["rest"], h_BH, batch.key)
 
     def delta(self, theta_CR: Parameters) -> ClientUpdates:
-        """A and the difference of the other layers; the norm includes a bound on its rounding."""
+        """A and the difference of the other layers; the norms include a bound on the rounding of norms and sums."""
         update_CR = {"A": theta_CR["A"], "rest": jax.tree.map(jnp.subtract, theta_CR["rest"], self.theta_R["rest"])}
-        _, examples, inputs = self.x_CMF.shape
-
-        def squared_norm(A_MH: Array, gram_MM: Array) -> Array:
-            squares = jnp.sum(A_MH * jnp.matmul(gram_MM, A_MH, precision=EXACT))
-            # Where examples cancel, rounding could make the norm too small and the clip too weak: the bound is added.
-            factor = (2 * examples + inputs + 2) * 2.0**-24  # a sum of n products has at most n roundings
-            return jnp.maximum(squares, 0.0) + factor * jnp.trace(gram_MM) * jnp.sum(A_MH**2)
-
-        first_CR = jax.vmap(jax.vmap(squared_norm, (0, None)))(update_CR["A"], self.gram_CMM)
+        squares_CR, excess_CR = jax.vmap(jax.vmap(self._squares_of_first, (0, None)))(update_CR["A"], self.gram_CMM)
+        size = _size(self.theta_R["rest"])
         if self.layers is None:
-            return ClientUpdates(update_CR, jnp.sqrt(first_CR + _squares(update_CR["rest"])))
-        squares = _squares_by_layer(update_CR["rest"], self.layers.layer_of[2:], self.layers.number)
-        squares[self.layers.layer_of[0]] += first_CR
-        return ClientUpdates(update_CR, jnp.sqrt(jnp.stack(squares, axis=-1)))
+            norm_CR = jnp.sqrt(squares_CR + _squares(update_CR["rest"])) + excess_CR
+            return ClientUpdates(update_CR, round_up_norm(norm_CR, size))
+        first, rest = self.layers.layer_of[0], self.layers.layer_of[2:]
+        squares = _squares_by_layer(update_CR["rest"], rest, self.layers.number)
+        squares[first] += squares_CR
+        norm_CRL = jnp.sqrt(jnp.stack(squares, axis=-1)).at[..., first].add(excess_CR)
+        return ClientUpdates(update_CR, round_up_norm(norm_CRL, size))
+
+    def _squares_of_first(self, A_MH: Array, gram_MM: Array) -> tuple[Array, Array]:
+        """A bound on a first layer's squared norm, and how much longer its rounded sum can be.
+
+        Where examples cancel, rounding is not small beside the norm. ``docs/explanation/numerics.md`` derives the bound.
+        """
+        examples, inputs = self.x_CMF.shape[1:]
+        roundings = inputs + examples + sum_roundings(A_MH.size) + 16
+        factor = FLOAT32_UNIT_ROUNDOFF / (1 - 2 * roundings * FLOAT32_UNIT_ROUNDOFF)
+        squares = jnp.sum(A_MH * jnp.matmul(gram_MM, A_MH, precision=EXACT))
+        absolute = jnp.sum((jnp.sqrt(jnp.trace(gram_MM)) * A_MH) ** 2)  # without cancellation; A alone might underflow
+        bound = jnp.maximum(squares, 0.0) + roundings * factor * absolute
+        return bound, (examples + 2) * factor * jnp.sqrt(absolute)
 
     def weighted_sum(self, scale_C: Array, update_C: Parameters) -> Parameters:
         """One product of all examples with all A for the first layer, sums for the others."""
@@ -291,6 +304,11 @@ def _join(theta_CR: Parameters, personal_CV: Parameters | None) -> Parameters:
     if personal_CV is None:
         return theta_CR
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), theta_CR, personal_CV)
+
+
+def _size(theta_R: Parameters) -> int:
+    """The number of parameters of a model."""
+    return sum(math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(theta_R))
 
 
 def _squares(parameters_CR: Parameters) -> Array:

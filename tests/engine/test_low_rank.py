@@ -10,6 +10,7 @@ from chunks import random_chunk, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.flatten_util import ravel_pytree
+from norm_search import worst_client
 
 from fedhdp.client import LocalTraining
 from fedhdp.engine.low_rank import FullRank, LowRank, gram_matmul, uses_low_rank
@@ -90,6 +91,20 @@ def test_norm_covers_rounding_of_nearly_constant_inputs():
     norm_C = low_rank.delta({"A": A_CRMH, "rest": {}}).norm_CR[:, 0]
     expected_C = np.sqrt(inputs) * np.abs(np.diff(np.float64(example_CM), axis=1)[:, 0])
     assert (np.asarray(norm_C) >= expected_C).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [linear, mlp])
+@pytest.mark.parametrize("inputs", [784, 8000, 20_000])
+def test_no_client_is_found_that_moves_the_sum_by_more_than_a_clip(inputs, model):
+    network = linear(inputs, 2) if model is linear else mlp(inputs, 20, 2)
+    for kind in (LowRank, FullRank):
+        assert worst_client(network, inputs, kind, size=24, turns=2) <= 1
+
+
+def test_models_of_too_many_inputs_train_by_all_parameters():
+    assert uses_low_rank(mlp(2**20, 1), 40, 2**20)
+    assert not uses_low_rank(mlp(2**20 + 1, 1), 40, 2**20 + 1)
 
 
 LAYERS = Layers((1, 1, 0, 2), (8, 480, 3, 24))  # of the first layer, the output's bias and the output's weights

@@ -483,6 +483,15 @@ def simulate_many(
             history += simulation.evaluate()[number]
         scores = {name: score_KV[:, number] for name, score_KV in simulation.client_scores().items()}
         parameters, repeatable = simulation.named_parameters(number), noise_seed is not None
-        values = (parameters, scores, history, repeatable, simulation.metrics, ran[number], data.preparation)
+        values = (
+            parameters,
+            scores,
+            history,
+            repeatable,
+            simulation.metrics,
+            ran[number],
+            data.preparation,
+            data.public_levels,
+        )
         results.append(SimulationResult(mechanism, simulation.round, *values))
     return results

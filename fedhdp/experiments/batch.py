@@ -255,12 +255,15 @@ class VariantBatch:
         rounds, seconds = self.simulation.round, self.seconds / len(self.variants)
         scores = self.simulation.client_scores()
         results = []
+        public = self.simulation.data.public_levels
         experiment, columns = self.experiment, (self.variants, self.billings, self.simulation.schedules)
         for variant, billing, schedule, history in zip(*columns, self.simulation.histories, strict=True):
             costs_of = partial(billing.costs, rounds=rounds)
             targets = self.asked.get(variant.name) or experiment.epsilon_targets(variant)
             mechanism = mechanism_at(schedule, max(rounds - 1, 0))  # with all groups, also those that were dropped
-            groups = account_groups(mechanism, costs_of, experiment.delta_of, experiment.run_accountant, targets)
+            groups = account_groups(
+                mechanism, costs_of, experiment.delta_of, experiment.run_accountant, targets, public
+            )
             result = VariantResult(variant.name, variant.algorithm, rounds, seconds, experiment.repeatable, groups)
             result.metrics = self.simulation.metrics
             result.stopped, result.preparation = self.stopped, self.simulation.data.preparation

@@ -23,6 +23,7 @@ import msgspec
 from fedhdp.data import FederatedData, hold_out
 from fedhdp.datasets import Split
 from fedhdp.errors import ConfigError, DataError, ModelError, require
+from fedhdp.experiments.bases import BasisConfig
 from fedhdp.experiments.file_data import ArraysData, TableData, opted_out
 from fedhdp.experiments.groups import skewed_clients, with_skewed_levels
 from fedhdp.models import Model, cnn, linear, mlp
@@ -184,6 +185,7 @@ class MlpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     """The paper's network for MNIST."""
 
     hidden: int = 50
+    basis: BasisConfig | None = None  # its columns are the inputs of the network
 
     def __post_init__(self) -> None:
         require(self.hidden >= 1, "hidden", self.hidden, "at least 1")
@@ -209,6 +211,8 @@ class CnnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 class LinearConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="linear"):
     """Multinomial logistic regression."""
 
+    basis: BasisConfig | None = None  # its columns are the inputs of the model
+
     def build(self, inputs: int, classes: int) -> Model:
         """Build the model."""
         return linear(inputs, classes)
@@ -216,6 +220,8 @@ class LinearConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 
 class PythonModel(PythonFile, frozen=True, tag_field="name", tag="python"):
     """A model from a user's file."""
+
+    basis: BasisConfig | None = None  # its columns are the inputs of the file's model
 
     def build(self, inputs: int, classes: int) -> Model:
         """Call the file's ``model()``.

@@ -15,6 +15,7 @@ from fedhdp.clips import AdaptiveClip, LayerClip
 from fedhdp.data import FederatedData
 from fedhdp.devices import use_cpu_cores
 from fedhdp.errors import ConfigError, DataError, InvalidValueError, require
+from fedhdp.experiments.bases import BasisConfig, MatrixBasis
 from fedhdp.experiments.components import BuiltInData, DataConfig, MlpConfig, ModelConfig, PythonFile, describe_data
 from fedhdp.experiments.errors import FieldNames, config_error
 from fedhdp.experiments.file_data import DataFiles
@@ -262,12 +263,17 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _with_files(self, change: Callable[[Any], Any], directory: Path) -> Experiment:
         ledger, loggers = self.ledger and str(directory / self.ledger), resolve_paths(self.loggers, directory)
-        parts = {"data": self.data, "model": self.model, "start_from": as_start(self.start_from)}
+        parts = {"data": self.data, "model": self._model_with_files(change), "start_from": as_start(self.start_from)}
         with_files = {
             name: value for name, value in parts.items() if isinstance(value, PythonFile | DataFiles | StartFrom)
         }
-        files = {name: change(value) for name, value in with_files.items()}
+        files = {"model": parts["model"]} | {name: change(value) for name, value in with_files.items()}
         return msgspec.structs.replace(self, ledger=ledger, loggers=loggers, **files)
+
+    def _model_with_files(self, change: Callable[[Any], Any]) -> ModelConfig:
+        """The model, with this change of its basis if that is a file."""
+        basis = getattr(self.model, "basis", None)
+        return replace(self.model, basis=change(basis)) if isinstance(basis, MatrixBasis) else self.model
 
 
 def _override(value: Any, changes: Mapping[str, Any], path: str) -> Any:
@@ -292,4 +298,6 @@ _PARTS = (
     Variant,
     Budget,
 )
-FIELDS = FieldNames([*get_args(DataConfig), *get_args(ModelConfig), *get_args(Logger), *_PARTS, Experiment])
+FIELDS = FieldNames(
+    [*get_args(DataConfig), *get_args(ModelConfig), *get_args(BasisConfig), *get_args(Logger), *_PARTS, Experiment]
+)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from msgspec.structs import replace
 
+from fedhdp.basis import with_basis
 from fedhdp.data import FederatedData
 from fedhdp.devices import use_cpu_cores
 from fedhdp.engine.personal_store import personal_bytes, personal_bytes_limit
 from fedhdp.errors import ConfigError, RunError
+from fedhdp.experiments.bases import describe_basis, load_basis, takes_statistics
 from fedhdp.experiments.batch import Interrupted, Progress, VariantBatch, Watch
 from fedhdp.experiments.config import Experiment
+from fedhdp.experiments.file_data import opted_out
 from fedhdp.experiments.start import copy_start, read_start
 from fedhdp.experiments.sweep import expand
 from fedhdp.experiments.toml import from_toml, to_toml
@@ -142,8 +145,7 @@ def run_variants(
             raise Interrupted
         use_cpu_cores()  # before anything below uses JAX
         data = experiment.load_data() if data is None else data
-        model = experiment.model.build(int(np.prod(data.input_shape)), data.classes)
-        model = model._replace(metrics=replace_metrics(model.metrics, experiment.metrics))
+        model, data = build_model(experiment, data, directory.path)
         initial_model, start_cost = None, None
         if experiment.start_from is not None:
             arrays, start_cost = read_start(directory.path)
@@ -155,7 +157,7 @@ def run_variants(
             cohort_entropy = None
         elif cohort_entropy is None:  # all variants are paired
             cohort_entropy = os_entropy(4)
-        with _open_ledger(experiment, mechanism, mechanisms) as ledger:
+        with _open_ledger(experiment, mechanism, mechanisms, data.public_levels) as ledger:
             for numbers in _batches(experiment, mechanisms, model):
                 if all(results[number] is not None for number in numbers):
                     continue
@@ -171,6 +173,30 @@ def run_variants(
     summary = Summary(experiment.name, sum(result.seconds for result in variants), variants, *provenance())
     write_value(directory.path / SUMMARY_FILE, summary)
     return summary
+
+
+def build_model(experiment: Experiment, data: FederatedData, directory: Path) -> tuple[Model, FederatedData]:
+    """The model of a run, on its public basis if it has one, and the data, which then name the basis.
+
+    Args:
+        experiment: The experiment.
+        data: The clients' data, with levels.
+        directory: The run's directory, which has the basis's matrix, or gets it.
+
+    Raises:
+        FedHDPError: If the basis or the model cannot be made.
+    """
+    basis_config = getattr(experiment.model, "basis", None)
+    if basis_config is None:
+        model = experiment.model.build(int(np.prod(data.input_shape)), data.classes)
+    else:
+        public = opted_out(experiment.mechanism)
+        basis = load_basis(basis_config, directory, data, public)
+        model = with_basis(experiment.model.build(basis.shape[1], data.classes), basis)
+        about = "; ".join(filter(None, [data.preparation, describe_basis(basis_config, basis)]))
+        levels = public if takes_statistics(basis_config) else []
+        data = data._replace(preparation=about, public_levels=tuple(sorted({*data.public_levels, *levels})))
+    return model._replace(metrics=replace_metrics(model.metrics, experiment.metrics)), data
 
 
 def _check_layers(mechanisms: Sequence[ScheduledMechanism], model: Model) -> None:
@@ -208,12 +234,16 @@ def _batches(experiment: Experiment, mechanisms: list[ScheduledMechanism], model
 
 @contextmanager
 def _open_ledger(
-    experiment: Experiment, mechanism: Mechanism, mechanisms: Sequence[ScheduledMechanism]
+    experiment: Experiment,
+    mechanism: Mechanism,
+    mechanisms: Sequence[ScheduledMechanism],
+    public_levels: Collection[str] = (),
 ) -> Iterator[Ledger | None]:
     """The experiment's ledger, if it has one, with its budgets.
 
     Raises:
-        ConfigError: If a variant gives a group less noise than its clients chose, or variants sample in several ways.
+        ConfigError: If a variant gives a group less noise than its clients chose, or noise to a group whose statistics
+            prepared the inputs, or variants sample in several ways.
     """
     if experiment.ledger is None:
         yield None
@@ -228,6 +258,14 @@ def _open_ledger(
                     f"{variant.name} gives {group.name!r} no noise, which {experiment.ledger} would charge for good"
                 )
                 raise ConfigError(f"{message}: remove the variant, or the ledger", "variants", variant.name)
+            if group.name in public_levels and cost.noise_multiplier > 0:
+                message = (
+                    f"{variant.name} gives {group.name!r} noise, though statistics of its clients prepare the inputs"
+                )
+                rule = f"{experiment.ledger} would state an epsilon that they do not have"
+                raise ConfigError(
+                    f"{message}, so that {rule}: remove the variant, or the ledger", "variants", variant.name
+                )
     samplings = sorted({mechanism_at(variant_mechanism, 0).sampling for variant_mechanism in mechanisms})
     if len(samplings) > 1:
         message = f"variants sample in several ways ({', '.join(samplings)}), which one ledger cannot add up"

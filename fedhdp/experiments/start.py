@@ -16,16 +16,19 @@ import numpy as np
 from msgspec.structs import replace
 
 from fedhdp.errors import ConfigError, FedHDPError, RunError
+from fedhdp.experiments.bases import is_same_basis
 from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT, compose, format_epsilon, is_accounting_installed
 from fedhdp.privacy.costs import PrivacyCost, merge_costs, scheduled_costs
 from fedhdp.results.models import find_variant, load_model
 from fedhdp.results.schema import VariantResult
 from fedhdp.results.store import (
+    BASIS_FILE,
     CLIENTS_FILE,
     MODEL_FILE,
     START_FILE,
     START_MODEL_FILE,
     VariantDirectory,
+    atomic_write,
     read_arrays,
     read_value,
     write_arrays,
@@ -143,8 +146,27 @@ def copy_start(experiment: Experiment, directory: Path) -> None:
     """Copy the model that a pinned experiment begins with into its run's directory, and record what it had cost."""
     start = as_start(experiment.start_from)
     if start is not None:
+        _copy_basis(experiment, Path(start.run), directory)
         write_value(directory / START_FILE, _start_cost(experiment, start))
         write_arrays(directory / START_MODEL_FILE, load_model(start.run, start.variant))
+
+
+def _copy_basis(experiment: Experiment, run: Path, directory: Path) -> None:
+    """Copy the public basis that a model was trained on: on another one its parameters mean something else.
+
+    Raises:
+        ConfigError: If the experiment has another basis, or none.
+    """
+    from fedhdp.experiments.runner import read_experiment
+
+    asked, path = getattr(experiment.model, "basis", None), run / BASIS_FILE
+    trained = getattr(read_experiment(run).model, "basis", None) if path.exists() else None
+    if not is_same_basis(asked, trained):
+        rule = "none" if trained is None else trained.about()
+        message = f"model.basis must be that of {run} ({rule}), got {'none' if asked is None else asked.about()}"
+        raise ConfigError(message, "model.basis", asked)
+    if trained is not None:
+        atomic_write(directory / BASIS_FILE, path.read_bytes())
 
 
 def read_start(directory: Path) -> tuple[dict[str, np.ndarray], StartCost]:

@@ -35,6 +35,7 @@ def count_parameters(data: DataConfig, model: ModelConfig, load: Callable[[], Fe
     import jax
 
     use_cpu_cores()  # before anything below uses JAX
+    basis = getattr(model, "basis", None)
     if isinstance(data, HandwritingConfig | FemnistConfig):
         inputs, classes = PIXELS, int(data.classes)
     elif isinstance(data, MnistConfig):
@@ -44,5 +45,7 @@ def count_parameters(data: DataConfig, model: ModelConfig, load: Callable[[], Fe
     else:
         loaded = load()
         inputs, classes = math.prod(loaded.input_shape), loaded.classes
+    if basis is not None:
+        inputs = basis.columns
     shapes = jax.eval_shape(lambda: model.build(inputs, classes).init(jax.random.key(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -124,6 +124,7 @@ def account_groups(
     delta_of: Callable[[str], float],
     accountant: Accountant,
     targets: Mapping[str, float] | None = None,
+    public: Collection[str] = (),
 ) -> list[GroupResult]:
     """Compute what a run has cost each group.
 
@@ -133,6 +134,7 @@ def account_groups(
         delta_of: The delta at which a group's epsilon is stated, by its name.
         accountant: The run's accountant.
         targets: The epsilons that groups asked for, by name.
+        public: The groups whose statistics prepared the inputs: no noise of a round protects them.
 
     Returns:
         A result for each group, in the order of the mechanism, without values.
@@ -141,6 +143,8 @@ def account_groups(
     for group in mechanism.groups:
         result = _account_group(mechanism, group, costs_of(group.name), delta_of(group.name), accountant)
         result.epsilon_target = (targets or {}).get(group.name)
+        if group.name in public:
+            result.unprotected, result.epsilon, result.epsilon_basis = True, math.inf, None
         results.append(result)
     return results
 
@@ -217,6 +221,7 @@ class SimulationResult(NamedTuple):
         metrics: The metrics.
         rounds_of: How many rounds each mechanism ran; None: all rounds had the same.
         preparation: How the data's columns became inputs, and whose statistics that took.
+        public_levels: The groups whose statistics that took.
     """
 
     mechanism: Mechanism
@@ -228,12 +233,13 @@ class SimulationResult(NamedTuple):
     metrics: tuple[MetricInfo, ...] = (ACCURACY,)
     rounds_of: Mapping[Mechanism, int] | None = None
     preparation: str = ""
+    public_levels: tuple[str, ...] = ()
 
     def result(self, name: str, delta: float = 1e-4, accountant: Accountant | None = None) -> VariantResult:
         """A row of a table, with each group's epsilon at this delta; ``accountant`` as in `fedhdp.privacy.epsilon`."""
         costs = composed_costs(self.rounds_of or {self.mechanism: self.rounds})
-        accountant = accountant or default_accountant(self.mechanism.sampling)
-        groups = account_groups(self.mechanism, lambda name: costs[name], lambda name: delta, accountant)
+        accountant, public = accountant or default_accountant(self.mechanism.sampling), self.public_levels
+        groups = account_groups(self.mechanism, lambda name: costs[name], lambda name: delta, accountant, public=public)
         result = VariantResult(name, "", self.rounds, 0.0, self.repeatable, groups, self.metrics)
         result.preparation = self.preparation
         return attach_metrics(result, self.history)

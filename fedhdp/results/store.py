@@ -58,6 +58,7 @@ RUNS_FILE, TABLE_FILE, NUMBERS_FILE = "runs.json", "table.md", "table.csv"  # of
 HISTORY_FILE, CHECKPOINT_FILE = "history.csv", "checkpoint.npz"
 MODEL_FILE, SCORES_FILE, RESULT_FILE = "model.npz", "scores.npz", "result.json"
 PERSONAL_FILE = "personal_models.npy"
+BASIS_FILE = "basis.npy"  # the public basis of the model's inputs
 START_MODEL_FILE, START_FILE = "start.npz", "start.json"
 
 
@@ -187,7 +188,7 @@ class RunDirectory:
     def discard_if_empty(self) -> None:
         """Remove the directory unless it has results."""
         files = {file.name for file in self.path.rglob("*") if file.is_file()}
-        if files <= {LOCK_FILE, RUN_FILE, EXPERIMENT_FILE, CLIENTS_FILE, START_MODEL_FILE, START_FILE}:
+        if files <= {LOCK_FILE, RUN_FILE, EXPERIMENT_FILE, CLIENTS_FILE, BASIS_FILE, START_MODEL_FILE, START_FILE}:
             shutil.rmtree(self.path)
 
     def record_clients(self, group_of_client: Mapping[str, str]) -> None:

@@ -1,0 +1,183 @@
+"""The public basis that an experiment's model names, its matrix in the run's directory, and whose data it took.
+
+The matrix is made once and stored as ``basis.npy``; a resumed run reads it. The table of results names its checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from fedhdp.basis import cosine_basis, fingerprint, pca_basis, public_moments, random_basis
+from fedhdp.errors import ConfigError, InvalidValueError, require
+from fedhdp.results.store import BASIS_FILE, atomic_write
+
+if TYPE_CHECKING:
+    from fedhdp.data import FederatedData
+
+
+class _Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
+    size: int = 64
+
+    def __post_init__(self) -> None:
+        require(self.size >= 1, "size", self.size, "at least 1")
+
+    @property
+    def columns(self) -> int:
+        """The number of columns, which are the model's inputs."""
+        return self.size
+
+    def about(self) -> str:
+        """The basis in words, for tables."""
+        return f"{self.size} columns"
+
+
+class CosineBasis(_Basis, frozen=True, tag="cosine"):
+    """The lowest frequencies of the cosine transform over the axes of an input."""
+
+    exponent: float = 0.25
+    shape: tuple[int, ...] | None = None  # of an input that the data has flat; None: the data's
+
+    def make(self, data: FederatedData, opted_out: Collection[str]) -> np.ndarray:
+        """The matrix."""
+        shape, inputs = self.shape or data.input_shape, math.prod(data.input_shape)
+        require(math.prod(shape) == inputs, "shape", shape, f"of {inputs} inputs, as the data has")
+        return cosine_basis(shape, self.size, self.exponent)
+
+    def about(self) -> str:
+        """The basis in words, for tables."""
+        return f"{self.size} cosines, exponent {self.exponent:g}"
+
+
+class RandomBasis(_Basis, frozen=True, tag="random"):
+    """Random orthonormal columns."""
+
+    seed: int = 0
+
+    def make(self, data: FederatedData, opted_out: Collection[str]) -> np.ndarray:
+        """The matrix."""
+        return random_basis(int(np.prod(data.input_shape)), self.size, self.seed)
+
+    def about(self) -> str:
+        """The basis in words, for tables."""
+        return f"{self.size} random columns, seed {self.seed}"
+
+
+class PcaBasis(_Basis, frozen=True, tag="pca"):
+    """The principal directions of the training inputs of the clients who opted out."""
+
+    size: int = 30
+    exponent: float = 0.25
+
+    def make(self, data: FederatedData, opted_out: Collection[str]) -> np.ndarray:
+        """The matrix; no other client's examples are read."""
+        return pca_basis(public_moments(data, opted_out), self.size, self.exponent)
+
+    def about(self) -> str:
+        """The basis in words, for tables."""
+        return f"{self.size} principal directions of the clients who opted out, exponent {self.exponent:g}"
+
+
+class MatrixBasis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="matrix"):
+    """A matrix of the user's, which must be public: an npy file of shape [inputs, columns]."""
+
+    file: str  # relative to the experiment's file
+    sha256: str | None = None  # of the file; None: any
+
+    @property
+    def columns(self) -> int:
+        """The number of columns, which are the model's inputs."""
+        return int(self._read().shape[1])
+
+    def make(self, data: FederatedData, opted_out: Collection[str]) -> np.ndarray:
+        """The matrix."""
+        matrix = self._read()
+        inputs = int(np.prod(data.input_shape))
+        require(
+            len(matrix) == inputs, "model.basis.file", matrix.shape, f"a matrix with a row for each of {inputs} inputs"
+        )
+        return matrix.astype(np.float32)
+
+    def about(self) -> str:
+        """The basis in words, for tables."""
+        return f"the matrix {Path(self.file).name}"
+
+    def resolve(self, directory: Path) -> MatrixBasis:
+        """The same file with a path that is relative to this directory made absolute."""
+        return msgspec.structs.replace(self, file=str(directory / self.file))
+
+    def pin(self) -> MatrixBasis:
+        """The same file with an absolute path and its checksum."""
+        resolved = self.resolve(Path.cwd())
+        return msgspec.structs.replace(resolved, sha256=hashlib.sha256(resolved._content()).hexdigest())
+
+    def _content(self) -> bytes:
+        try:
+            content = Path(self.file).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{self.file} cannot be read: {error.strerror}", "model.basis.file", self.file) from error
+        digest = hashlib.sha256(content).hexdigest()
+        if self.sha256 not in (None, digest):
+            message = f"{self.file} has changed: its sha256 is {digest}, and was {self.sha256}"
+            raise ConfigError(message, "model.basis.sha256", digest)
+        return content
+
+    def _read(self) -> np.ndarray:
+        self._content()  # checks the checksum
+        try:
+            matrix = np.load(self.file, allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            message = f"model.basis.file must be an npy file, got {self.file}"
+            raise ConfigError(message, "model.basis.file", self.file) from error
+        if not isinstance(matrix, np.ndarray) or matrix.ndim != 2 or matrix.dtype.kind not in "fiu" or not matrix.size:
+            message = f"model.basis.file must be a matrix of numbers, got {self.file}"
+            raise ConfigError(message, "model.basis.file", self.file)
+        return matrix
+
+
+BasisConfig = CosineBasis | PcaBasis | RandomBasis | MatrixBasis
+
+
+def load_basis(config: BasisConfig, directory: Path, data: FederatedData, opted_out: Collection[str]) -> np.ndarray:
+    """The matrix of a run: from its directory if it is there, else made and stored there.
+
+    Raises:
+        ConfigError: If the basis cannot be made of these data.
+        FedHDPError: If a file cannot be used, or nobody opted out.
+    """
+    path = directory / BASIS_FILE
+    if path.exists():
+        return np.load(path, allow_pickle=False)
+    try:
+        basis = config.make(data, opted_out)
+    except InvalidValueError as error:
+        field = error.field if str(error.field).startswith("model.") else f"model.basis.{error.field}"
+        raise ConfigError(f"model.basis.{error}" if field != error.field else str(error), field, error.value) from error
+    content = io.BytesIO()
+    np.save(content, basis)
+    atomic_write(path, content.getvalue())
+    return basis
+
+
+def is_same_basis(first: BasisConfig | None, second: BasisConfig | None) -> bool:
+    """Whether two pinned configurations are of the same basis; files are compared by their content."""
+    if isinstance(first, MatrixBasis) and isinstance(second, MatrixBasis):
+        return first.sha256 == second.sha256
+    return first == second
+
+
+def describe_basis(config: BasisConfig, basis: np.ndarray) -> str:
+    """The basis in words, with its checksum."""
+    return f"public basis of {config.about()} (sha256 {fingerprint(basis)[:12]})"
+
+
+def takes_statistics(config: BasisConfig | None) -> bool:
+    """Whether the basis is made from the examples of the clients who opted out, so that nothing protects them."""
+    return isinstance(config, PcaBasis)

@@ -284,7 +284,7 @@ def _override(value: Any, changes: Mapping[str, Any], path: str) -> Any:
         replaced = ("learning_rate", "decay", "decay_every") if "optimizer" in changes else ()  # it has its own rate
         return msgspec.convert({k: v for k, v in fields.items() if k not in replaced} | {**changes}, type(value))
     except msgspec.ValidationError as error:
-        raise config_error(error, changes, FIELDS, prefix=path) from error
+        raise config_error(error, changes, type(value), FIELDS, prefix=path) from error
 
 
 _PARTS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -35,13 +36,14 @@ class FieldNames:
 
 
 def config_error(
-    error: msgspec.ValidationError, raw: Any, fields: FieldNames, source: str = "", prefix: str = ""
+    error: msgspec.ValidationError, raw: Any, kind: Any, fields: FieldNames, source: str = "", prefix: str = ""
 ) -> ConfigError:
     """Translate a validation error.
 
     Args:
         error: What ``msgspec.convert`` raised.
         raw: What it was to convert.
+        kind: The type that it was to become.
         fields: The fields of the configuration.
         source: The file, for the beginning of the message.
         prefix: The path of ``raw`` in the configuration.
@@ -50,7 +52,7 @@ def config_error(
         The error, with the path of the field and its value.
     """
     complaint, _, place = str(error).partition(" - at `")
-    path = place.removeprefix("key in ").lstrip("$.").rstrip("`")
+    path = _with_keys(place.removeprefix("key in ").lstrip("$.").rstrip("`"), str(error), raw, kind)
     table = _value_at(raw, path)
     path = _join(prefix, path)
     message, field, value = f"{path or 'the file'}: {complaint}", path, table
@@ -72,6 +74,26 @@ def config_error(
         types = " or ".join(_TYPE_NAMES.get(name, name) for name in wrong[1].split(" | ") if name != "null")
         message = f"{path or 'the file'} must be {types}, got {value!r}"
     return ConfigError(f"{source}: {message}" if source else message, field or None, value)
+
+
+def _with_keys(path: str, message: str, raw: Any, kind: Any) -> str:
+    """A path with the keys of tables, for which msgspec has ``[...]``: those whose entry alone gives the same error."""
+    while "[...]" in path:
+        before, _, after = path.partition("[...]")
+        for key in _value_at(raw, before):
+            single = copy.deepcopy(raw)
+            entries = _value_at(single, before)
+            for other in entries.keys() - {key}:
+                del entries[other]
+            try:
+                msgspec.convert(single, kind)
+            except msgspec.ValidationError as error:
+                if str(error) == message:
+                    raw, path = single, _join(before, key) + after
+                    break
+        else:
+            return path
+    return path
 
 
 def _join(path: str, field: str) -> str:

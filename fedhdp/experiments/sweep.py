@@ -150,7 +150,7 @@ def _changed(experiment: Experiment, point: Point) -> Experiment:
     try:
         return msgspec.convert(raw, Experiment)
     except msgspec.ValidationError as error:
-        raise config_error(error, raw, FIELDS, f"sweep ({', '.join(point)})") from error
+        raise config_error(error, raw, Experiment, FIELDS, f"sweep ({', '.join(point)})") from error
 
 
 def _change(raw: dict[str, Any], key: str, value: Any) -> None:
@@ -248,7 +248,7 @@ def _vary(experiment: Experiment, variant: Variant, point: Point) -> Variant:
     try:
         return msgspec.convert(raw, Variant)
     except msgspec.ValidationError as error:
-        raise config_error(error, raw, FIELDS, f"sweep ({', '.join(point)})") from error
+        raise config_error(error, raw, Variant, FIELDS, f"sweep ({', '.join(point)})") from error
 
 
 def _effect(experiment: Experiment, variant: Variant) -> tuple[object, ...]:

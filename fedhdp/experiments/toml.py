@@ -39,7 +39,7 @@ def from_toml(text: str, source: str) -> Experiment:
     try:
         return msgspec.convert(raw, Experiment)
     except msgspec.ValidationError as error:
-        raise config_error(error, raw, FIELDS, source) from error
+        raise config_error(error, raw, Experiment, FIELDS, source) from error
 
 
 def to_toml(experiment: Experiment) -> str:

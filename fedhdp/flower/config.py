@@ -131,7 +131,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         try:
             return msgspec.convert(fields, Deployment)
         except msgspec.ValidationError as error:
-            raise config_error(error, fields, FIELDS, "run_config") from error
+            raise config_error(error, fields, Deployment, FIELDS, "run_config") from error
 
     @classmethod
     def from_app(cls, path: Path, **changes: Any) -> Deployment:

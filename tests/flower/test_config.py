@@ -102,7 +102,8 @@ def test_toml_round_trip(changes):
     ("change", "words"),
     [
         ({"training.epoch": 3}, "training.epoch"),
-        ({"levels.strict.epsilon": 3.0}, "noise_multiplier"),
+        ({"levels.strict.epsilon": 3.0}, "levels.strict.noise_multiplier"),
+        ({"levels.strict.wieght": 3.0}, "levels.strict.wieght = 3.0"),
         ({"rounds": 0}, "rounds"),
         ({"server.optimizer.name": "adamm"}, "server.optimizer.name"),
         ({"server.momentum": 0.9}, "server.momentum"),

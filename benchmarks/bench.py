@@ -1,11 +1,14 @@
 """The engine against its peers: the same work, one after another, each in its own process and environment.
 
-    make bench                                    a table, and the sweeps
+    make bench                                    MNIST's network: a table, and the sweeps
+    make bench ARGS="--work femnist"              FEMNIST's network; sequence: a transformer; all; or several, with commas
     make bench ARGS="--quick --json"              at most 10 minutes, one JSON document on standard output
     make bench ARGS="--only fedhdp,torch"         some of them
-    make bench ARGS="--figure performance.png"    a figure too
+    make bench ARGS="--figure performance.png"    a figure too; one for each work if there are several
 
-Environments are under build/bench. A peer that cannot be installed or run is null, with the reason.
+The document of one work is an object; that of several has an object for each by the work's name. Environments are under
+build/bench. A peer that cannot be installed or run is null, with the reason. Where one of a peer's settings fails, the
+table says so, and the fastest of the others counts.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import show
@@ -31,7 +36,7 @@ import work as w
 
 HERE = Path(__file__).parent
 BUILD = HERE.parent / "build" / "bench"
-QUICK = 570.0, 120.0  # seconds for everything, and for one setting of one peer
+QUICK = 570.0, 120.0  # seconds for a work, and for one setting of one peer
 PATIENT = 24 * 3600.0, 3600.0
 
 
@@ -42,28 +47,49 @@ class Contender(NamedTuple):
     packages: tuple[str, ...] | None  # None: it runs in this project's own environment
     settings: dict[str, dict[str, Any]]  # each is timed, the fastest counts
     can: dict[str, str]
+    settings_of: Mapping[str, dict[str, dict[str, Any]]] = MappingProxyType({})  # by work, where they are others
+
+    def settings_for(self, work: w.Work) -> dict[str, dict[str, Any]]:
+        """The settings that are timed for this work."""
+        return self.settings_of.get(work.name, self.settings)
 
 
 CORES = len(os.sched_getaffinity(0))
 TORCH = "torch==2.13.0"
+THREADS = {f"{threads} thread{'s' * (threads > 1)}": {"threads": threads} for threads in sorted({1, CORES})}
+LAST = {f"{name}, channels last": options | {"channels_last": True} for name, options in THREADS.items()}
+BUILT_IN, PLAIN_JAX = (
+    {"built-in network": {}},
+    {"plain JAX functions": {"network": "jax"}},
+)  # no transformer is built in
+PERSONAL = {"personal": True}
 CONTENDERS = {  # in the order in which they run: the slowest to install last
     "fedhdp": Contender(
         "fedhdp_rounds.py",
         None,
-        {"one device for each core": {}},
+        BUILT_IN,
+        {"privacy": "fixed clip, Gaussian noise", "personal": "not used here", "adaptive_clip": "not used here"},
+        {"sequence": PLAIN_JAX},
+    ),
+    "fedhdp-user": Contender(
+        "fedhdp_rounds.py",
+        None,
+        {"Flax module": {"network": "flax"}},
         {"privacy": "fixed clip, Gaussian noise", "personal": "not used here", "adaptive_clip": "not used here"},
     ),
     "fedhdp+personal": Contender(
         "fedhdp_rounds.py",
         None,
-        {"one device for each core": {"personal": True}},
+        {name: options | PERSONAL for name, options in BUILT_IN.items()},
         {"privacy": "a noise and a weight for each group", "personal": "yes", "adaptive_clip": "yes"},
+        {"sequence": {name: options | PERSONAL for name, options in PLAIN_JAX.items()}},
     ),
     "torch": Contender(
         "torch_loop.py",
         (TORCH, "numpy"),
-        {f"{threads} thread{'s' * (threads > 1)}": {"threads": threads} for threads in sorted({1, CORES})},
+        THREADS,
         {"privacy": "fixed clip, Gaussian noise, by hand", "personal": "no", "adaptive_clip": "no"},
+        {"femnist": THREADS | LAST},
     ),
     "fedjax": Contender(
         "fedjax_rounds.py",
@@ -105,7 +131,10 @@ CONTENDERS = {  # in the order in which they run: the slowest to install last
         },
     ),
 }
-SWEEPS: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {  # along what, at which values, with what else changed
+SWEPT = ("fedhdp", "fedhdp+personal")
+SWEEPS: dict[
+    str, tuple[tuple[int, ...], dict[str, int]]
+] = {  # of MNIST: along what, at which values, what else changes
     "cohort": ((10, 30, 100, 300, 1000), {}),
     "samples": ((10, 30, 100, 300), {"clients": 500}),
     "hidden": ((10, 50, 200, 800), {"clients": 500}),
@@ -153,11 +182,14 @@ def run_script(python: Path, script: str, work: w.Work, options: dict, rounds: i
     with tempfile.TemporaryDirectory() as folder:
         out, errors = Path(folder) / "out.json", Path(folder) / "errors"
         command = [str(python), str(HERE / "peers" / script), "--out", str(out)]
-        command += ["--work", json.dumps(dataclasses.asdict(work)), "--options", json.dumps(options)]
+        command += ["--work", json.dumps(w.as_dict(work)), "--options", json.dumps(options)]
         command += ["--rounds", str(rounds), "--warm-up", str(warm_up)]
         env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+        if python == Path(sys.executable):
+            env["PYTHONPATH"] = str(HERE.parent)  # this checkout, whatever is installed
         env["FLWR_HOME"] = str(Path(folder) / "flower")
         with errors.open("w") as log_file:
+            command += ["--started", str(time.monotonic())]
             process = subprocess.Popen(
                 command, stdout=log_file, stderr=log_file, env=env, cwd=folder, start_new_session=True
             )
@@ -215,7 +247,8 @@ def time_contender(name: str, work: w.Work, rounds: int, warm_up: int, ends: flo
     start = time.monotonic()
     python = environment(name, contender.packages, max(ends - start, 1.0))
     installed = time.monotonic() - start
-    for setting, options in contender.settings.items():
+    settings = contender.settings_for(work)
+    for setting, options in settings.items():
         log(f"{name}: {setting}")
         try:
             left = max(min(ends - time.monotonic(), limit), 1.0)
@@ -229,7 +262,7 @@ def time_contender(name: str, work: w.Work, rounds: int, warm_up: int, ends: flo
         raise BenchmarkError("; ".join(reasons))
     best = min(results, key=lambda setting: results[setting]["spread"]["median"])
     result = results[best]
-    models = 2 if contender.settings[best].get("personal") else 1
+    models = 2 if settings[best].get("personal") else 1
     check = {"steps": result["steps"], "steps_asked": work.steps * models}
     check |= {what: result[what] for what in ("loss_before", "loss_after", "rounds_played")}
     return {
@@ -238,6 +271,9 @@ def time_contender(name: str, work: w.Work, rounds: int, warm_up: int, ends: flo
         "setting": best,
         "settings": {setting: result["spread"]["median"] for setting, result in results.items()},
         "failed_settings": reasons,
+        "start_seconds": result["start_seconds"],
+        "compile_seconds": max(result["first_round_seconds"] - result["spread"]["median"], 0.0),
+        "flops": w.flops(work, models),
         "versions": result["versions"],
         "check": check,
         "did_the_work": result["steps"] == check["steps_asked"] and result["loss_after"] < result["loss_before"],
@@ -258,7 +294,7 @@ def sweep(names: list[str], work: w.Work, rounds: int) -> list[dict]:
                 sized = dataclasses.replace(work, **others, **{along: value})
                 log(f"{name}: {along} {value}")
                 try:
-                    (options,) = CONTENDERS[name].settings.values()
+                    (options,) = CONTENDERS[name].settings_for(sized).values()
                     result = run_script(Path(sys.executable), CONTENDERS[name].script, sized, options, rounds, 3, 600)
                     times = spread(result["seconds"])
                     point[name] = {"rounds_per_second": 1 / times["median"], "spread": times}
@@ -294,7 +330,9 @@ def bench(names: list[str], work: w.Work, quick: bool, rounds: int | None, sweep
     peers: dict[str, Any] = {}
     for name in CONTENDERS:
         ours = CONTENDERS[name].packages is None
-        usual = 300 if ours else 5 if quick else 15  # seconds of each, not an instant of the one that is fast
+        usual = 5 if quick else 15
+        if ours:  # seconds of each, not an instant of the one that is fast
+            usual = 300 if work.name == "mnist" else 2 * usual
         try:
             if name not in names:
                 raise BenchmarkError("not selected")
@@ -306,6 +344,9 @@ def bench(names: list[str], work: w.Work, quick: bool, rounds: int | None, sweep
                 log(f"{name}: not timed: {reason}")
             peers[name] = {"seconds": None, "reason": str(reason), "can": CONTENDERS[name].can}
     flops, peak = w.flops(work, models=2), max(rates.values())
+    for peer in peers.values():
+        if peer["seconds"] is not None:
+            peer["arithmetic_at_peak"] = peer["flops"] / peak / 1e9
     return {
         "seconds_per_round": {name: peer["seconds"] for name, peer in peers.items()},
         "naive_at_peak": flops / peak / 1e9,
@@ -313,8 +354,8 @@ def bench(names: list[str], work: w.Work, quick: bool, rounds: int | None, sweep
         "gemm": rates,
         "flops_with_personal": flops,
         "peers": peers,
-        "sweeps": sweep([name for name in names if CONTENDERS[name].packages is None], work, 10) if sweeps else [],
-        "work": dataclasses.asdict(work),
+        "sweeps": sweep([name for name in SWEPT if name in names], work, 10) if sweeps else [],
+        "work": w.as_dict(work),
         "machine": host,
         "command": " ".join(["make bench", f"ARGS={shlex.quote(shlex.join(sys.argv[1:]))}"][: len(sys.argv)]),
     }
@@ -322,25 +363,37 @@ def bench(names: list[str], work: w.Work, quick: bool, rounds: int | None, sweep
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The engine against its peers.")
-    parser.add_argument("--quick", action="store_true", help="at most 10 minutes, installation included; no sweeps")
-    parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
+    parser.add_argument(
+        "--quick", action="store_true", help="at most 10 minutes a work, installation included; no sweeps"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of tables")
     parser.add_argument("--only", default=",".join(CONTENDERS), help=f"some of {','.join(CONTENDERS)}")
     parser.add_argument("--rounds", type=int, help="timed rounds of each")
-    parser.add_argument("--figure", type=Path, help="draw the results into this file")
+    parser.add_argument("--work", default="mnist", help=f"some of {','.join(w.WORKS)}, or all")
+    parser.add_argument("--figure", type=Path, help="draw the results into this file; of several works into FILE-WORK")
     parser.add_argument("--output", type=Path, help="write the JSON document to this file too")
-    parser.add_argument("--work", type=json.loads, default={}, help="other sizes, as JSON, to try the benchmark itself")
+    parser.add_argument(
+        "--sizes", type=json.loads, default={}, help="other sizes, as JSON, to try the benchmark itself"
+    )
     arguments = parser.parse_args()
     names = arguments.only.split(",")
-    unknown = set(names) - set(CONTENDERS)
-    if unknown:
-        parser.error(f"--only knows {', '.join(CONTENDERS)}, not {', '.join(sorted(unknown))}")
-    sweeps = not arguments.quick and not arguments.work
-    result = bench(names, w.Work(**arguments.work), arguments.quick, arguments.rounds, sweeps)
+    works = list(w.WORKS) if arguments.work == "all" else arguments.work.split(",")
+    for option, values, known in (("--only", names, CONTENDERS), ("--work", works, w.WORKS)):
+        unknown = set(values) - set(known)
+        if unknown:
+            parser.error(f"{option} knows {', '.join(known)}, not {', '.join(sorted(unknown))}")
+    results = {}
+    for name in works:
+        sweeps = name == "mnist" and not arguments.quick and not arguments.sizes
+        work = w.from_dict({"name": name, **arguments.sizes})
+        results[name] = bench(names, work, arguments.quick, arguments.rounds, sweeps)
+        if arguments.figure:
+            path = arguments.figure
+            show.figure(results[name], path if len(works) == 1 else path.with_stem(f"{path.stem}-{name}"))
+    document = results if len(works) > 1 else results[works[0]]
     if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
-    if arguments.figure:
-        show.figure(result, arguments.figure)
-    print(json.dumps(result, indent=2) if arguments.json else show.table(result))
+        arguments.output.write_text(json.dumps(document, indent=2) + "\n")
+    print(json.dumps(document, indent=2) if arguments.json else "\n\n".join(map(show.table, results.values())))
 
 
 if __name__ == "__main__":

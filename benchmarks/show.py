@@ -5,17 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-OURS = ("fedhdp", "fedhdp+personal")
+import work as w
+
+OURS = ("fedhdp", "fedhdp-user", "fedhdp+personal")
 
 
 def table(result: dict[str, Any]) -> str:
     """Markdown: every contender, the floor of the arithmetic, the sweeps."""
     ours = result["seconds_per_round"]["fedhdp"]
-    rows = ["| what | setting | seconds a round | min – max | against fedhdp | peak MB | work done |"]
-    rows += ["| --- | --- | ---: | ---: | ---: | ---: | --- |"]
+    rows = [f"### {w.WORKS[result['work']['name']].title}", ""]
+    rows += [
+        "| what | setting | seconds a round | min – max | against fedhdp | start-up s | compile s | peak MB | work done |"
+    ]
+    rows += ["| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |"]
+    notes = []
     for name, peer in result["peers"].items():
         if peer["seconds"] is None:
-            rows.append(f"| {name} | – | – | – | – | – | {peer['reason']} |")
+            rows.append(f"| {name} | – | – | – | – | – | – | – | {_cell(peer['reason'])} |")
             continue
         each, check = peer["spread"], peer["check"]
         against = f"{peer['seconds'] / ours:.1f} ×" if ours else "–"
@@ -24,24 +30,34 @@ def table(result: dict[str, Any]) -> str:
             done = f"NOT the work: {done}"
         rows.append(
             f"| {name} | {peer['setting']} | {peer['seconds']:.4f} | {each['min']:.4f} – {each['max']:.4f} "
-            f"| {against} | {peer['memory_mb']:,.0f} | {done} |"
+            f"| {against} | {peer['start_seconds']:.1f} | {peer['compile_seconds']:.1f} "
+            f"| {peer['memory_mb']:,.0f} | {done} |"
         )
+        others = [
+            f"{setting} {seconds:.4f} s" for setting, seconds in peer["settings"].items() if setting != peer["setting"]
+        ]
+        others += [f"{_cell(reason)} (failed, so another setting counts)" for reason in peer["failed_settings"]]
+        notes += [f"{name}, other settings: {'; '.join(others)}."] if others else []
     floor = result["naive_at_peak"]
-    rows += ["", f"Matrix products at their peak: {result['gemm_gflops']:.0f} GFLOP/s; "]
-    rows[-1] += f"the plain arithmetic of a round with personal models at that rate: {floor:.4f} s."
+    notes.append(f"Matrix products at their peak: {result['gemm_gflops']:.0f} GFLOP/s; ")
+    notes[-1] += f"the plain arithmetic of a round with personal models at that rate: {floor:.4f} s."
     personal = result["seconds_per_round"]["fedhdp+personal"]
     if personal:
-        rows[-1] += f" fedhdp+personal takes {personal / floor:.2f} of it."
+        notes[-1] += f" fedhdp+personal takes {personal / floor:.2f} of it."
     host = result["machine"]
-    rows += [
-        "",
-        f"{host['cpu']}, {host['cores']} cores, {host['memory_gb']} GB, load beforehand {host['load_before']:.2f}.",
-    ]
+    notes.append(
+        f"{host['cpu']}, {host['cores']} cores, {host['memory_gb']} GB, load beforehand {host['load_before']:.2f}."
+    )
     for name, peer in result["peers"].items():
         if peer["seconds"] is not None:
             versions = ", ".join(f"{package} {version}" for package, version in peer["versions"].items())
-            rows.append(f"{name}: {versions}.")
-    return "\n".join(rows + sweep_table(result))
+            notes.append(f"{name}: {versions}.")
+    return "\n".join([*rows, "", *notes, *sweep_table(result)])
+
+
+def _cell(text: str) -> str:
+    """A reason as the cell of a table."""
+    return text.replace("|", "/")
 
 
 def sweep_table(result: dict[str, Any]) -> list[str]:
@@ -68,8 +84,10 @@ def figure(result: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     alongs = list(dict.fromkeys(point["along"] for point in result["sweeps"]))
+    bars = max(3, sum(peer["seconds"] is not None for peer in result["peers"].values()))
+    heights = [0.42 * bars + 1.9, 2.6] if alongs else [0.42 * bars + 1.9]
     shape = [["bars"] * len(alongs), alongs] if alongs else [["bars"]]
-    fig, axes = plt.subplot_mosaic(shape, figsize=(8, 6.5 if alongs else 3.5), layout="constrained")
+    fig, axes = plt.subplot_mosaic(shape, figsize=(8.5, sum(heights)), height_ratios=heights, layout="constrained")
     _bars(axes["bars"], result)
     titles = {"cohort": "clients in a round", "samples": "samples of a client", "hidden": "hidden units"}
     for along in alongs:
@@ -82,29 +100,42 @@ def _bars(ax: Any, result: dict[str, Any]) -> None:
     measured = {name: peer for name, peer in result["peers"].items() if peer["seconds"] is not None}
     names = sorted(measured, key=lambda name: -measured[name]["seconds"])
     for place, name in enumerate(names):
-        each = measured[name]["spread"]
+        each, floor = measured[name]["spread"], measured[name]["arithmetic_at_peak"]
         style = {"color": "black"} if name in OURS else {"facecolor": "white", "edgecolor": "black", "hatch": "///"}
-        ax.barh(place, each["median"], **style)
-        ax.plot([each["min"], each["max"]], [place + 0.32] * 2, color="grey", linewidth=3)
-        written = {"va": "center", "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}}
-        ax.text(max(each["median"], each["max"]) * 1.1, place, f"{each['median']:.3g} s", **written)
-    floor = result["naive_at_peak"]
-    ax.axvline(floor, color="black", linestyle="--", linewidth=1)
-    ax.annotate(
-        "plain arithmetic, two models, at the matrix-product peak", (floor, len(names) - 0.4), fontsize=8, xytext=(3, 2),
-        textcoords="offset points",
-    )  # fmt: skip
+        ax.barh(place, each["median"], 0.7, **style)
+        ax.plot([each["min"], each["max"]], [place + 0.42] * 2, color="grey", linewidth=3)
+        ax.plot(floor, place, "D", color="tab:orange", markeredgecolor="black", markersize=7, zorder=3)
+        written = {"va": "center", "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}, "zorder": 2}
+        ax.text(max(each["median"], each["max"], 1.2 * floor) * 1.15, place, f"{each['median']:.3g} s", **written)
     ax.set_yticks(range(len(names)), [f"{name}\n({measured[name]['setting']})" for name in names], fontsize=8)
-    ax.set_ylim(-0.6, len(names))
+    ax.set_ylim(-0.6, len(names) - 0.3)
     ax.set_xscale("log")
-    low = min([floor, *(measured[name]["seconds"] for name in names)])
-    high = max([floor, *(measured[name]["spread"]["max"] for name in names)])
-    ax.set_xlim(low / 3, high * 4)
-    ax.set_xlabel("seconds a round (median; grey: from shortest to longest)")
+    ends = [(peer["arithmetic_at_peak"], peer["seconds"], peer["spread"]["max"]) for peer in measured.values()]
+    ax.set_xlim(min(map(min, ends), default=0.1) / 2, max(map(max, ends), default=1) * 5)
+    ax.set_xlabel(
+        "seconds a round, log scale: bar: median; grey: shortest to longest\n" + _floor_note(result, measured)
+    )
+    ax.xaxis.label.set_fontsize(9)
+    host = result["machine"]
+    ax.set_title(
+        f"{w.WORKS[result['work']['name']].title}\nSeconds a round on {host['cores']} CPU cores, less is better"
+    )
+
+
+def _floor_note(result: dict[str, Any], measured: dict[str, Any]) -> str:
+    """What the diamonds are, and why a bar may end before its own."""
+    note = f"◆ the operations of plain gradient descent at {result['gemm_gflops']:.0f} GFLOP/s,"
+    note += " the fastest matrix products of this machine"
+    shorter = [name for name, peer in measured.items() if peer["seconds"] < peer["arithmetic_at_peak"]]
+    if shorter:
+        note += (
+            f"\n{' and '.join(shorter)}: less time than ◆, because the same result is computed with fewer operations"
+        )
+    return note
 
 
 def _lines(ax: Any, result: dict[str, Any], along: str, title: str) -> None:
-    for name, style in zip(OURS, ("o-", "s--"), strict=False):
+    for name, style in (("fedhdp", "o-"), ("fedhdp+personal", "s--")):
         points = [point for point in result["sweeps"] if point["along"] == along and name in point]
         points = [point for point in points if point[name]["rounds_per_second"]]
         values = [point["value"] for point in points]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import work as w
 
@@ -16,11 +17,13 @@ if task.options.get("devices", 1) > 1:  # before JAX starts
 import fedjax  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+import jax_networks as networks  # noqa: E402
 import jaxlib  # noqa: E402
 import numpy as np  # noqa: E402
 from fedjax.algorithms import fed_avg  # noqa: E402
 
-work, data = task.work, w.data(task.work)
+work, data = task.work, task.work.data()
+apply = networks.network(work)
 steps = 0
 
 
@@ -31,7 +34,7 @@ class Client(fedjax.ClientDataset):
         global steps
         order = np.random.permutation(len(self))
         x, y = (self.raw_examples[name][order] for name in ("x", "y"))
-        x = x.astype(np.float32) / 255
+        x = networks.inputs(work, x)
         cuts = range(0, len(self), hparams.batch_size)
         batches = [{"x": x[cut : cut + hparams.batch_size], "y": y[cut : cut + hparams.batch_size]} for cut in cuts]
         if task.options.get("backend") != "pmap":  # that one stacks clients in numpy itself
@@ -41,13 +44,11 @@ class Client(fedjax.ClientDataset):
 
 
 def loss(model, batch, rng):
-    logits = jnp.maximum(batch["x"] @ model["w1"] + model["b1"], 0) @ model["w2"] + model["b2"]
-    return -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][:, None], axis=1)[:, 0]
+    return networks.loss(apply(model, batch["x"], rng), batch["y"])
 
 
 def main() -> None:
-    x_KM = data.x_KM.reshape(work.clients, work.samples, w.INPUTS)
-    y_KM = data.y_KM.astype(np.int32)
+    x_KM, y_KM = data.x_KM, data.y_KM.astype(np.int32)
     fedjax.set_for_each_client_backend(task.options.get("backend", "jit"))
     algorithm = fed_avg.federated_averaging(
         fedjax.grad(loss),
@@ -55,7 +56,7 @@ def main() -> None:
         fedjax.optimizers.sgd(1.0),
         fedjax.ShuffleRepeatBatchHParams(batch_size=work.batch, num_epochs=work.epochs),
     )
-    state = algorithm.init(dict(zip(("w1", "b1", "w2", "b2"), map(jnp.asarray, w.initial_model(work)), strict=True)))
+    state = algorithm.init({name: jnp.asarray(part) for name, part in w.initial_model(work).items()})
 
     def run_round(number: int) -> None:
         nonlocal state
@@ -65,10 +66,10 @@ def main() -> None:
         state, _ = algorithm.apply(state, clients)
         jax.block_until_ready(state.params)
 
-    seconds = w.time_rounds(task, run_round)
-    parts = [np.asarray(state.params[name]) for name in ("w1", "b1", "w2", "b2")]
+    times = w.time_rounds(task, run_round)
+    model = {name: np.asarray(state.params[name]) for name in work.shapes()}
     versions = {"fedjax": version("fedjax"), "jax": jax.__version__, "jaxlib": jaxlib.__version__}
-    w.write_result(task, data, seconds, steps / (task.warm_up + task.rounds), parts, versions)
+    w.write_result(task, data, times, steps / (task.warm_up + task.rounds), model, versions)
 
 
 main()

@@ -3,9 +3,7 @@
 The rounds run from Python; the runtime is the one behind ``flwr run``.
 """
 
-import dataclasses
 import functools
-import itertools
 import json
 import os
 import sys
@@ -19,6 +17,7 @@ os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 import torch
+import torch_networks as networks
 import work as w
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -33,35 +32,18 @@ client_app = ClientApp()
 def worker(work: w.Work) -> tuple[torch.Tensor, torch.Tensor, torch.nn.Module]:
     """What a worker keeps from client to client."""
     torch.set_num_threads(1)
-    data = w.data(work)
-    net = torch.nn.Sequential(
-        torch.nn.Linear(w.INPUTS, work.hidden), torch.nn.ReLU(), torch.nn.Linear(work.hidden, w.CLASSES)
-    )
-    return torch.from_numpy(data.x_KM).flatten(2), torch.from_numpy(data.y_KM), net
+    torch.manual_seed(os.getpid())
+    return *networks.clients(work, work.data()), networks.network(work)
 
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
-    work = w.Work(**json.loads(message.content["config"]["work"]))
+    work = w.from_dict(json.loads(message.content["config"]["work"]))
     x_KM, y_KM, net = worker(work)
     client = int(context.node_config["partition-id"])
-    local = list(net.parameters())
-    with torch.no_grad():
-        for parameter, part in zip(local, message.content["arrays"].to_numpy_ndarrays(), strict=True):
-            parameter.copy_(torch.from_numpy(part))
-    optimizer = torch.optim.SGD(local, lr=work.learning_rate, fused=True)
-    loss = torch.nn.CrossEntropyLoss()
-    order = torch.randperm(work.samples)
-    x, y = x_KM[client][order].float() / 255, y_KM[client][order]
-    batches = list(zip(x.split(work.batch), y.split(work.batch), strict=True))
-    steps = 0
-    for _ in range(work.epochs):
-        for x_B, y_B in batches:
-            optimizer.zero_grad()
-            loss(net(x_B), y_B).backward()
-            optimizer.step()
-            steps += 1
-    arrays = ArrayRecord([parameter.detach().numpy() for parameter in local])
+    networks.set_parameters(net, message.content["arrays"].to_numpy_ndarrays())
+    steps = networks.train(work, net, x_KM[client], y_KM[client])
+    arrays = ArrayRecord([parameter.detach().numpy() for parameter in net.parameters()])
     metrics = MetricRecord({"num-examples": work.samples, "steps": steps})
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 
@@ -70,7 +52,7 @@ def main() -> None:
     from flower_rounds import client_app  # workers find it by this name
 
     task = w.read_task()
-    work, data = task.work, w.data(task.work)
+    work, data = task.work, task.work.data()
     server_app, outcome = ServerApp(), {}
 
     @server_app.main()
@@ -88,10 +70,10 @@ def main() -> None:
         times = outcome["times"] = []
         outcome["result"] = strategy.start(
             grid=grid,
-            initial_arrays=ArrayRecord([part.T.copy() for part in w.initial_model(work)]),
-            train_config=ConfigRecord({"work": json.dumps(dataclasses.asdict(work))}),
+            initial_arrays=ArrayRecord(networks.to_torch(work, w.initial_model(work))),
+            train_config=ConfigRecord({"work": json.dumps(w.as_dict(work))}),
             num_rounds=task.warm_up + task.rounds,
-            evaluate_fn=lambda number, arrays: times.append(time.perf_counter()),
+            evaluate_fn=lambda number, arrays: times.append(time.monotonic()),
         )
 
     workers = task.options.get("workers", 2)
@@ -104,12 +86,11 @@ def main() -> None:
     import flwr
     import ray
 
-    seconds = [after - before for before, after in itertools.pairwise(outcome["times"])][task.warm_up :]
     result = outcome["result"]
     steps = [metrics["steps"] * work.cohort for metrics in result.train_metrics_clientapp.values()]
-    parts = [part.T for part in result.arrays.to_numpy_ndarrays()]
+    model = networks.from_torch(work, iter(result.arrays.to_numpy_ndarrays()))
     versions = {"flwr": flwr.__version__, "ray": ray.__version__, "torch": torch.__version__}
-    w.write_result(task, data, seconds, sum(steps) / len(steps), parts, versions, workers=workers)
+    w.write_result(task, data, outcome["times"], sum(steps) / len(steps), model, versions, workers=workers)
 
 
 if __name__ == "__main__":

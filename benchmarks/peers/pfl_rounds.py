@@ -11,6 +11,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import work as w
 
@@ -18,6 +19,7 @@ import work as w
 def rounds() -> None:
     import numpy as np
     import torch
+    import torch_networks as networks
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
     from pfl.algorithm.federated_averaging import FederatedAveraging
@@ -34,21 +36,21 @@ def rounds() -> None:
     from pfl.version import __version__
 
     task = w.read_task()
-    work, data = task.work, w.data(task.work)
+    work, data = task.work, task.work.data()
     torch.set_num_threads(task.options.get("threads", 1))
+    torch.manual_seed(work.seed)
     np.random.seed(work.seed)  # the same in every process, or they would draw different cohorts
     steps = 0
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first = torch.nn.Linear(w.INPUTS, work.hidden)
-            self.rest = torch.nn.Linear(work.hidden, w.CLASSES)
+            self.net = networks.network(work)
 
         def loss(self, x, y):
             nonlocal steps
             steps += 1
-            return torch.nn.functional.cross_entropy(self.rest(torch.relu(self.first(x))), y)
+            return networks.loss(self.net(x), y)
 
         def metrics(self, x, y):
             return {}
@@ -60,25 +62,22 @@ def rounds() -> None:
             self.times: list[float] = []
 
         def on_train_begin(self, *, model):
-            self.times.append(time.perf_counter())
+            self.times.append(time.monotonic())
             return Metrics()
 
         def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):
-            self.times.append(time.perf_counter())
+            self.times.append(time.monotonic())
             return False, Metrics()
 
     net = Net()
-    with torch.no_grad():
-        for parameter, part in zip(net.parameters(), w.initial_model(work), strict=True):
-            parameter.copy_(torch.from_numpy(part.T))
+    networks.set_parameters(net, networks.to_torch(work, w.initial_model(work)))
     model = PyTorchModel(
         net, partial(torch.optim.SGD, fused=True), central_optimizer=torch.optim.SGD(net.parameters(), lr=1.0)
     )
-    x_KM = torch.from_numpy(data.x_KM).reshape(work.clients, work.samples, w.INPUTS)
-    y_KM = torch.from_numpy(data.y_KM)
+    x_KM, y_KM = networks.clients(work, data)
 
     def client(number: int) -> Dataset:
-        return Dataset((x_KM[number].float() / 255, y_KM[number]), user_id=str(number))
+        return Dataset((networks.inputs(work, x_KM[number]), y_KM[number]), user_id=str(number))
 
     train = FederatedDataset(client, get_user_sampler("minimize_reuse", list(range(work.clients))))
     privacy = CentrallyAppliedPrivacyMechanism(GaussianMechanism(work.clip, work.noise_multiplier))
@@ -105,10 +104,9 @@ def rounds() -> None:
         torch.distributed.all_reduce(total)
         steps = total.item()
     if pytorch_ops.distributed.global_rank == 0:
-        seconds = np.diff(clock.times)[task.warm_up :].tolist()
-        parts = [part.detach().numpy().T for part in net.parameters()]
+        model_parts = networks.get_model(work, net)
         versions = {"pfl": __version__, "torch": torch.__version__}
-        w.write_result(task, data, seconds, steps / total_rounds, parts, versions, processes=world)
+        w.write_result(task, data, clock.times, steps / total_rounds, model_parts, versions, processes=world)
 
 
 def processes(count: int) -> None:

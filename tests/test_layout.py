@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fedhdp"
 
 RULE = """
-cli → reproduction, flower → experiments → simulation, datasets, theory, basis
+cli → reproduction, flower, report → experiments → simulation, datasets, theory, basis
 simulation → engine, results → privacy        adapters, basis → models
 engine → client, server, exact → models, metrics, optimizers, data, rng, devices
 theory → algorithms, privacy → mechanism        datasets → data, devices, mechanism        (privacy, theory, results: no JAX)

@@ -15,7 +15,7 @@ import click
 import typer
 
 import fedhdp
-from fedhdp.cli import account, data, ledger, plan, reproduce, run, show, theory
+from fedhdp.cli import account, data, ledger, plan, report, reproduce, run, show, theory
 from fedhdp.errors import FedHDPError
 
 MAX_VALUE_LENGTH = 200  # of a value in an error's line
@@ -33,6 +33,8 @@ app.command()(run.run)
 app.command(name="list")(run.list_experiments)
 app.command()(show.show)
 app.command()(show.plot)
+app.command()(report.report)
+app.command()(report.watch)
 app.command()(reproduce.reproduce)
 app.command()(account.account)
 app.command()(plan.plan)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fedhdp.experiments.batch import Progress
 
 LINE_SECONDS = 10.0  # between plain lines
+NAMED = 3  # variants that run together, up to which each is named
 NOTE_SECONDS = 0.5  # between notes in a terminal, at least
 NOTE_SHARE = 20  # notes, which state epsilons, take at most one part in this many of the time
 
@@ -35,7 +36,7 @@ class _Display:
     def __init__(self, console: Console, *columns: ProgressColumn):
         self.console = console
         self._bars = Bars(TextColumn("{task.description}", markup=False), *columns, console=console)
-        self._tasks: dict[str | int, TaskID] = {}
+        self._tasks: dict[object, TaskID] = {}
         self._last_line = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -47,7 +48,7 @@ class _Display:
         if self.console.is_terminal:
             self._bars.stop()
 
-    def _update_bar(self, key: str | int, description: str, completed: int, total: int | None, **fields: Any) -> None:
+    def _update_bar(self, key: object, description: str, completed: int, total: int | None, **fields: Any) -> None:
         if key not in self._tasks:
             self._tasks[key] = self._bars.add_task(description, total=total, **fields)
         self._bars.update(self._tasks[key], description=description, completed=completed, total=total, **fields)
@@ -95,7 +96,7 @@ class ProgressDisplay(_Display):
         )
         self.resume_command = resume_command
         self.stop = False
-        self._number = 0  # of the variant that is running
+        self._numbers: tuple[int, ...] = ()  # of the variants that are running
         self._first_round, self._start = 0, time.monotonic()  # the first round compiles, so the rate is from there
         self._note, self._next_note = "", -math.inf
 
@@ -119,8 +120,8 @@ class ProgressDisplay(_Display):
 
     def watch(self, progress: Progress) -> bool:
         """Show the progress of a run; return whether it goes on, which it does not after Ctrl-C."""
-        if progress.number != self._number:
-            self._number, self._first_round, self._next_note = progress.number, 0, -math.inf
+        if progress.numbers != self._numbers:
+            self._numbers, self._first_round, self._next_note = progress.numbers, 0, -math.inf
         if not self._first_round:
             self._start, self._first_round = time.monotonic(), progress.round
         ended = progress.round == progress.rounds
@@ -141,18 +142,19 @@ class ProgressDisplay(_Display):
             self._next_note = time.monotonic() + max(NOTE_SECONDS, NOTE_SHARE * (time.monotonic() - start))
         rate = _rate_text(self._rate(progress)) if progress.round else "preparing"
         note = self._cut_note(progress)
-        self._update_bar(progress.number, progress.variant, progress.round, progress.rounds, rate=rate, note=note)
+        self._update_bar(progress.numbers, _title(progress), progress.round, progress.rounds, rate=rate, note=note)
 
     def _show_line(self, progress: Progress, ended: bool) -> None:
         rate = self._rate(progress)
         left = f"{(progress.rounds - progress.round) / rate:.0f} s left" if rate > 0 and not ended else ""
-        place = f"[{progress.number}/{progress.variants}] {progress.variant}: round {progress.round}/{progress.rounds}"
+        variants = f"[{_numbers(progress.numbers)}/{progress.variants}] {_title(progress)}"
+        place = f"{variants}: round {progress.round}/{progress.rounds}"
         parts = [place, _rate_text(rate), left, _note(progress)]
         self._print_line(", ".join(part for part in parts if part))
 
     def _cut_note(self, progress: Progress) -> str:
         """As much of the note as fits behind the other columns."""
-        columns = len(progress.variant) + self._bar_width + 2 * len(str(progress.rounds))
+        columns = len(_title(progress)) + self._bar_width + 2 * len(str(progress.rounds))
         room = self.console.width - columns - len(" 999.9 rounds/s 00:00 ") - 3
         if len(self._note) <= room:
             return self._note
@@ -164,18 +166,35 @@ def _rate_text(rate: float) -> str:
 
 
 def _note(progress: Progress) -> str:
-    """The first metric, epsilons and the rounds that budgets allow; ranges where several variants run together."""
+    """The first metric of each variant, epsilons and the rounds that budgets allow; ranges where these are many."""
     from fedhdp.privacy.accounting import format_epsilon, pluralize
 
     metric, unit = progress.metric, "%" if progress.metric.percent else ""
-    ends = [metric.format(end(progress.values), 1) for end in (min, max)] if progress.values else []
-    parts = [f"{metric.name} {_range(ends)}{unit}"] if ends else []
+    parts = []
+    if progress.values and len(progress.names) <= NAMED:
+        parts.append(f"{metric.name} {', '.join(f'{metric.format(value, 1)}{unit}' for value in progress.values)}")
+    elif progress.values:
+        parts.append(f"{metric.name} {_range([metric.format(end(progress.values), 1) for end in (min, max)])}{unit}")
     for name, epsilons in progress.epsilon().items():
-        parts.append(f"ε {name} {_range([format_epsilon(epsilon, 2) for epsilon in epsilons])}")
+        if epsilons != (math.inf, math.inf):  # of who opted out there is nothing to watch
+            parts.append(f"ε {name} {_range([format_epsilon(epsilon, 2) for epsilon in epsilons])}")
     for name, rounds in progress.rounds_left().items():
         if rounds < math.inf:
             parts.append(f"{name} has {pluralize(int(rounds))} left")
     return ", ".join(parts)
+
+
+def _numbers(numbers: tuple[int, ...]) -> str:
+    """The numbers of the variants that run now: 3, 1–2 or 1, 3."""
+    first, last = numbers[0], numbers[-1]
+    follow_each_other = last - first == len(numbers) - 1
+    return f"{first}–{last}" if follow_each_other and last > first else ", ".join(map(str, numbers))
+
+
+def _title(progress: Progress) -> str:
+    """The variants that run now: each by its name, or the first and the last of many."""
+    names = progress.names
+    return ", ".join(names) if len(names) <= NAMED else f"{len(names)} variants, {names[0]} to {names[-1]}"
 
 
 def _range(ends: list[str]) -> str:

@@ -153,7 +153,8 @@ def _run_folder(
     folder: RunFolder, directory: Path, json: bool, rounds: int | None = None, allow_more_epsilon: bool = False
 ) -> None:
     """Run all runs of a folder, and print their combined table."""
-    from fedhdp.cli.show import print_runs
+    from fedhdp.cli.report import write_page
+    from fedhdp.cli.show import print_story
     from fedhdp.results.store import SUMMARY_FILE
 
     if rounds is not None:
@@ -169,9 +170,10 @@ def _run_folder(
     if json:
         sys.stdout.buffer.write((directory / SUMMARY_FILE).read_bytes())
         sys.stdout.buffer.flush()
-        return
-    print_runs(runs)
-    _print_directory(directory)
+    else:
+        print_story(runs)
+        _print_directory(directory)
+    write_page(directory, json=json)
 
 
 def _resume_command(directory: Path) -> str:
@@ -196,16 +198,18 @@ def _watched(start: Callable[[Watch], Summary], resume_command: str, last: bool 
 
 
 def _print_run(summary: Summary, directory: Path, json: bool) -> None:
-    from fedhdp.cli.show import print_runs
+    from fedhdp.cli.report import write_page
+    from fedhdp.cli.show import print_story
     from fedhdp.experiments import read_experiment
     from fedhdp.results.stored import read_runs
 
     if json:
         print_json(summary)
-        return
-    print_runs(read_runs([directory]))
-    _print_ledger(read_experiment(directory))
-    _print_directory(directory)
+    else:
+        print_story(read_runs([directory]))
+        _print_ledger(read_experiment(directory))
+        _print_directory(directory)
+    write_page(directory, json=json)
 
 
 def _print_directory(directory: Path) -> None:
@@ -213,7 +217,9 @@ def _print_directory(directory: Path) -> None:
 
     size = checkpoint_bytes(directory)
     kept = f"; checkpoints, which have personal models without noise, take {size / 2**20:,.1f} MiB" if size else ""
-    error_console().print(f"results in {directory}{kept}", style="dim", soft_wrap=True)
+    error_console().print(
+        f"results in {directory}{kept}; all columns: fedhdp show {directory}", style="dim", soft_wrap=True
+    )
 
 
 def _print_ledger(experiment: Experiment) -> None:

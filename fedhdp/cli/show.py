@@ -86,6 +86,22 @@ def print_runs(runs: list[RepeatedRun], metric: str | None = None) -> None:
         print_table(out, _table(header, rows, 1))
 
 
+def print_story(runs: list[RepeatedRun]) -> None:
+    """Print what came out of runs in one look: a sentence, a table of few columns, the basis of each epsilon."""
+    from fedhdp.results import comparison
+    from fedhdp.results.headline import headline
+
+    out, texts = console(TABLE_WIDTH), min(2, len(runs))
+    for sentence in headline([[variant.result for variant in seeds] for run in runs for seeds in run.variants()]):
+        out.print(sentence)
+    header, rows, legend_text = comparison.short_cells(runs)
+    out.print()
+    out.print(legend_text)
+    print_table(out, _table(header, rows, texts))
+    for line in comparison.notes(runs):
+        out.print(line, style="dim")
+
+
 def _table(header: list[str], rows: list[list[str]], texts: int) -> Table:
     table = new_table(header[:texts], header[texts:])
     for row in rows:

@@ -33,8 +33,8 @@ CHECKPOINT_SHARE = 20  # checkpoints take at most one part in this many of the t
 class Progress(NamedTuple):
     """The progress of a run."""
 
-    variant: str  # its name, and how many run with it
-    number: int  # from 1
+    names: tuple[str, ...]  # of the variants that run now
+    numbers: tuple[int, ...]  # of these, from 1
     variants: int
     round: int
     rounds: int
@@ -76,8 +76,7 @@ class VariantBatch:
         self.experiment, self.simulation, self.watch = experiment, simulation, watch
         self.variants = [experiment.variants[number] for number in numbers]
         self.parts = [parts[number] for number in numbers]
-        self.title = self.variants[0].name + (f" and {len(numbers) - 1} more" if len(numbers) > 1 else "")
-        self.number = numbers[0] + 1
+        self.numbers = tuple(number + 1 for number in numbers)
         self.start_time = self.checkpoint_time = time.monotonic()
         self.checkpoint_pause = experiment.checkpoint_seconds
         self.stopped: str | None = None
@@ -209,7 +208,8 @@ class VariantBatch:
         return bool(history) and history[-1].round == self.simulation.round
 
     def _start_progress(self) -> Progress:
-        return Progress(self.title, self.number, len(self.experiment.variants), 0, self.experiment.rounds)
+        names = tuple(variant.name for variant in self.variants)
+        return Progress(names, self.numbers, len(self.experiment.variants), 0, self.experiment.rounds)
 
     def _progress(self) -> Progress:
         metric = self.simulation.metrics[0]
@@ -267,6 +267,7 @@ class VariantBatch:
             result = VariantResult(variant.name, variant.algorithm, rounds, seconds, experiment.repeatable, groups)
             result.metrics = self.simulation.metrics
             result.stopped, result.preparation = self.stopped, self.simulation.data.preparation
+            result.server_has_client_data = self.simulation.data.server_has_client_data
             result.notes = self.notes + self._start_notes(mechanism, costs_of)
             results.append(attach_metrics(result, history))
         keep = self._keeps_checkpoint()

@@ -140,7 +140,7 @@ def run_variants(
     if None in results:
         check_installed(experiment.loggers)
         first = results.index(None)
-        progress = Progress(experiment.variants[first].name, first + 1, len(parts), 0, experiment.rounds)
+        progress = Progress((experiment.variants[first].name,), (first + 1,), len(parts), 0, experiment.rounds)
         if not watch(progress):
             raise Interrupted
         use_cpu_cores()  # before anything below uses JAX

@@ -28,6 +28,7 @@ from fedhdp.privacy.costs import ADJACENCY, SAMPLER, PrivacyCost, privacy_costs
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+    from dp_accounting.pld import PLDAccountant
     from dp_accounting.rdp import RdpAccountant
 
     from fedhdp.privacy.ledger import Budget
@@ -36,6 +37,7 @@ Accountant = Literal["rdp", "pld"]
 LEDGER_ACCOUNTANT: Accountant = "rdp"  # valid even if later runs are chosen after seeing the results of earlier ones
 FIXED_POPULATION = 10**12  # events hold fixed cohorts' sampling rates as whole numbers: so many clients out of these
 MIN_DIVERGENCE = 1e-15  # a Renyi divergence is never taken to be below what double precision can tell from 0
+SMALL_DELTA = 1e-10  # below what an attack curve shows
 MIN_NOISE_MULTIPLIER = 1e-2  # less noise is accounted as none
 
 
@@ -190,17 +192,42 @@ def _quiet() -> Iterator[None]:
 
 
 def _compose_pld(costs: Sequence[PrivacyCost], delta: float) -> float:
-    import dp_accounting as dp
 
     bound = _compose_rdp(costs, delta)
     if bound == 0 or bound > 100_000:  # nothing is below 0, and no grid is large enough for so much
         return bound
+    epsilon = float(_pld_accountant(costs, bound).get_epsilon(delta))
+    # With a tiny delta, rounding to the grid makes PLD's epsilon the larger one; both are upper bounds.
+    return epsilon if 0 <= epsilon < bound else bound
+
+
+def _pld_accountant(costs: Sequence[PrivacyCost], bound: float) -> PLDAccountant:
+    """The costs composed, on a grid for an epsilon of at most this bound."""
+    import dp_accounting as dp
+
     accountant = dp.pld.PLDAccountant(value_discretization_interval=_pld_interval(costs, bound))
     for cost in costs:
         accountant.compose(event(cost))
-    epsilon = float(accountant.get_epsilon(delta))
-    # With a tiny delta, rounding to the grid makes PLD's epsilon the larger one; both are upper bounds.
-    return epsilon if 0 <= epsilon < bound else bound
+    return accountant
+
+
+def compose_deltas(costs: Iterable[PrivacyCost], epsilons: Sequence[float], accountant: Accountant) -> list[float]:
+    """The deltas of costs together at several epsilons; the arguments are those of `compose`.
+
+    Each is an upper bound, by the same accounting as `compose`; 1 where anything has no noise.
+    """
+    composed = tuple(cost for cost in costs if not cost.checked().free)
+    if not composed:
+        return [0.0] * len(epsilons)
+    bound = _compose(composed, SMALL_DELTA, "rdp")
+    if bound > 100_000:
+        return [1.0] * len(epsilons)
+    if accountant == "pld":
+        return [float(delta) for delta in _pld_accountant(composed, bound).get_delta(list(epsilons))]
+    from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
+
+    divergence = np.sum([cost.rounds * _rdp_of_round(*cost[:3]) for cost in composed], axis=0).tolist()
+    return [float(compute_delta(_orders(), divergence, epsilon)[0]) for epsilon in epsilons]
 
 
 def _pld_interval(costs: Sequence[PrivacyCost], bound: float) -> float:

@@ -76,6 +76,30 @@ def combined_cells(
     return header, [[table.get(name, "–") for name in header] for table in tables]
 
 
+def short_cells(runs: Sequence[RepeatedRun]) -> tuple[list[str], list[list[str]], str]:
+    """The cells of a table for one look: the server's test set, personal models by group, and epsilons.
+
+    Where there are no personal models, the global model's means stand in their place.
+
+    Returns:
+        The header, the rows, and what the columns are.
+    """
+    header, rows = combined_cells(runs, variances=False)
+    info, texts = shown_metric(runs), min(2, len(runs))
+    letter = next((letter for letter in "lg" if any(column.startswith(f"{letter}: ") for column in header)), "l")
+    servers = [column for column in header if column.endswith(("_g", "_avg")) and not column.startswith("Δ")]
+    own = [column for column in header if column.startswith(f"{letter}: ")]
+    shown = [*header[:texts], *servers, *own, *(column for column in header if column.startswith("ε "))]
+    names = {column: "server" if column.endswith("_g") else "server, averaged" for column in servers}
+    names |= {column: column.removeprefix(f"{letter}: ") for column in own}
+    parts = ["the global model on the server's test set"] * bool(servers)
+    parts += [f"{'personal models' if letter == 'l' else 'the global model'} on clients' own data"] * bool(own)
+    legend = f"{info.name}{' in %' if info.percent else ''}: {', '.join(parts)}; ε of each group"
+    legend = ", ".join(filter(None, [legend, describe_seeds(runs)]))
+    places = [header.index(column) for column in shown]
+    return [names.get(column, column) for column in shown], [[row[i] for i in places] for row in rows], legend
+
+
 def _merged(headers: Iterable[list[str]]) -> list[str]:
     """All names of the headers; one that only a later header has comes after the name that it follows there."""
     merged: list[str] = []

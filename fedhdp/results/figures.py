@@ -17,27 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedhdp.mechanism import SERVER
+from fedhdp.results.palette import GRID_COLOUR, STYLE, colours_of, tint
 from fedhdp.results.series import ROUND, Lines, Point, Series, is_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {
-    "fedhdp": "#0072B2",
-    "dp_fedavg": "#D55E00",
-    "hdp_fedavg": "#CC79A7",
-    "non_private": "#009E73",
-    "local_only": "#E69F00",
-}
-OTHER_COLOURS = ("#000000", "#56B4E9", "#7F7F7F")
 MARKERS, DASHES = ("o", "s", "^", "D", "v", "P"), ("-", "--", "-.", ":")
-STYLE: dict[Any, Any] = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "svg.hashsalt": "fedhdp",
-}
 MODELS = {
     "global": "global model",
     "personal": "personal models",
@@ -98,22 +84,15 @@ def _styles(series: Sequence[Series]) -> dict[tuple[str, str], dict[str, Any]]:
     """The colour, marker and dashes of each line, by algorithm and label."""
     styles: dict[tuple[str, str], dict[str, Any]] = {}
     numbers: dict[str, int] = {}
-    others = [name for name in dict.fromkeys(line.algorithm for line in series) if name not in COLOURS]
-    colours = COLOURS | {name: OTHER_COLOURS[i % len(OTHER_COLOURS)] for i, name in enumerate(others)}
+    colours = colours_of(line.algorithm for line in series)
     for line in series:
         if (line.algorithm, line.label) not in styles:
             number = numbers[line.algorithm] = numbers.get(line.algorithm, -1) + 1
             marker, dash = MARKERS[number % len(MARKERS)], DASHES[number % len(DASHES)]
             styles[line.algorithm, line.label] = {"color": number, "marker": marker, "linestyle": dash}
     for (algorithm, _), style in styles.items():
-        style["color"] = _tint(colours[algorithm], style["color"] / (numbers[algorithm] or 1))
+        style["color"] = tint(colours[algorithm], style["color"] / (numbers[algorithm] or 1))
     return styles
-
-
-def _tint(colour: str, position: float) -> str:
-    """A colour mixed with white, from nothing at position 0 to half at 1."""
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * position / 2):02x}" for part in parts)
 
 
 def _places(lines: Lines) -> dict[Any, float] | None:
@@ -160,7 +139,7 @@ def _draw_panel(
         low, high = axis.get_ylim()
         axis.set_ylim(max(low, -1), min(high, 101))
     axis.set_xlabel(_x_label(x))
-    axis.grid(color="#e5e5e5", linewidth=0.6)
+    axis.grid(color=GRID_COLOUR, linewidth=0.6)
 
 
 def _is_level(line: Series, series: Sequence[Series]) -> bool:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
+import importlib.metadata
+import os
+import platform
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -29,6 +33,19 @@ def provenance() -> Provenance:
     commit = _git(package, "rev-parse", "HEAD")
     changes = _git(package, "status", "--porcelain", "--", ".")
     return Provenance(fedhdp.__version__, commit, None if changes is None else changes != "")
+
+
+def utc_now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
+
+
+def describe_machine() -> str:
+    """The system, its cores, and the versions of Python and JAX, without the machine's name."""
+    system = (
+        f"{platform.system()} {platform.machine()}, {os.cpu_count() or 1} cores, Python {platform.python_version()}"
+    )
+    return f"{system}, jax {importlib.metadata.version('jax')}"
 
 
 def _git(directory: Path, *arguments: str) -> str | None:

@@ -100,6 +100,7 @@ class VariantResult(_Measured, forbid_unknown_fields=True):
     stopped: str | None = None  # why it ended before its last round
     preparation: str = ""  # whose statistics the inputs were made with
     notes: list[str] = []  # what else a reader must know: an extension, the run that it started from
+    server_has_client_data: bool = True  # whether the server's test set has clients' examples, or may have
 
     @property
     def server_accuracy(self) -> float | None:

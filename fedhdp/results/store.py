@@ -11,6 +11,7 @@
     DIR/VARIANT/scores.npz        each client's final values, by MODEL/METRIC
     DIR/VARIANT/personal_models.npy   every client's personal model, a row each (see Experiment.keep_personal)
     DIR/VARIANT/result.json       the variant's part of the summary
+    DIR/report.html               the page of the run, or of the folder of several (`fedhdp report`)
     DIR/start.npz, start.json     the global model that the run began with, and what it had cost (Experiment.start_from)
 
 A folder of several runs, of seeds or of a sweep, has:
@@ -49,12 +50,13 @@ from fedhdp.results.files import read_arrays as read_arrays
 from fedhdp.results.files import read_value as read_value
 from fedhdp.results.files import write_arrays as write_arrays
 from fedhdp.results.files import write_value as write_value
-from fedhdp.results.provenance import provenance
+from fedhdp.results.provenance import describe_machine, provenance, utc_now
 from fedhdp.results.schema import MetricRow, VariantResult
 
 EXPERIMENT_FILE, RUN_FILE, SUMMARY_FILE, LOCK_FILE = "experiment.toml", "run.json", "summary.json", ".lock"
 CLIENTS_FILE = "clients.csv"  # each client's group
 RUNS_FILE, TABLE_FILE, NUMBERS_FILE = "runs.json", "table.md", "table.csv"  # of a folder of several runs
+REPORT_FILE = "report.html"
 HISTORY_FILE, CHECKPOINT_FILE = "history.csv", "checkpoint.npz"
 MODEL_FILE, SCORES_FILE, RESULT_FILE = "model.npz", "scores.npz", "result.json"
 PERSONAL_FILE = "personal_models.npy"
@@ -79,6 +81,8 @@ class RunInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     modified: bool | None = None
     extensions: list[Extension] = []
     previous_sha256: str | None = None  # of the experiment before the last extension
+    started: str = ""  # in UTC
+    machine: str = ""  # system, cores and versions
 
 
 def slug(name: str) -> str:
@@ -150,7 +154,8 @@ class RunDirectory:
             raise RunError(f"--out {path} is not an empty directory{hint}", "out", str(path))
         path.mkdir(parents=True, exist_ok=True)
         run_id, digest = f"{path.name}-{secrets.token_hex(4)}", hashlib.sha256(experiment_toml).hexdigest()
-        write_value(path / RUN_FILE, RunInfo(run_id, digest, *provenance()))
+        info = RunInfo(run_id, digest, *provenance(), started=utc_now(), machine=describe_machine())
+        write_value(path / RUN_FILE, info)
         atomic_write(path / EXPERIMENT_FILE, experiment_toml)
         return cls(path)
 

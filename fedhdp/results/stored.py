@@ -6,7 +6,7 @@ A folder of several runs has a ``runs.json`` that lists them: one for each seed,
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from fedhdp.errors import RunError
 from fedhdp.results.schema import MetricRow, Summary, VariantResult
 from fedhdp.results.store import (
     EXPERIMENT_FILE,
+    HISTORY_FILE,
     RESULT_FILE,
     RUN_FILE,
     RUNS_FILE,
@@ -61,6 +62,12 @@ class StoredVariant:
     def __init__(self, result: VariantResult, settings: dict[str, Any], stated: set[str], path: Path):
         self.result, self.settings, self.stated, self._path = result, settings, stated, path
 
+    def replace(self, result: VariantResult, history: list[MetricRow]) -> StoredVariant:
+        """The same variant with another result and history."""
+        other = StoredVariant(result, self.settings, self.stated, self._path)
+        other.__dict__["history"] = history
+        return other
+
     @cached_property
     def history(self) -> list[MetricRow]:
         """The measurements of all rounds."""
@@ -83,17 +90,23 @@ class StoredRun:
         settings: Its other settings, by dotted key.
         variants: Its variants that have results.
         unfinished: The names of the others.
+        raw: The content of its experiment's file.
         missing: The runs of its folder that have no results, if it is the folder's first.
         identity: Equal in runs that differ in their seeds alone.
+
+    Args:
+        path: The directory.
+        under_way: Reads the results so far of a run that is not finished, of finished and started variants; None: only
+            finished variants count.
 
     Raises:
         RunError: If there are no results yet.
         DamagedRunError: If a file is damaged.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, under_way: Callable[[Path], list[VariantResult]] | None = None):
         self.path, self.missing = path, list[Path]()
-        raw = _read_toml(path / EXPERIMENT_FILE)
+        self.raw = raw = _read_toml(path / EXPERIMENT_FILE)
         self.experiment = str(raw.get("name", path.name))
         self.seeds = {key: raw[key] for key in SEEDS if key in raw}
         self.identity = repr({key: raw[key] for key in sorted(raw) if key not in SEEDS})
@@ -103,6 +116,8 @@ class StoredRun:
         self._is_extended = (path / RUN_FILE).exists() and bool(read_value(path / RUN_FILE, RunInfo).extensions)
         results = self._results()
         self.unfinished = [name for name in self._changes if name not in {result.name for result in results}]
+        if under_way is not None and not (path / SUMMARY_FILE).exists():
+            results = under_way(path)
         if not results:
             raise _without_results(path)
         self.variants = [StoredVariant(r, *self._settings(r), path / slug(r.name)) for r in results]
@@ -159,8 +174,14 @@ class RepeatedRun:
         return list(by_name.values())
 
 
-def read_runs(directories: Iterable[Path]) -> list[RepeatedRun]:
+def read_runs(
+    directories: Iterable[Path], under_way: Callable[[Path], list[VariantResult]] | None = None
+) -> list[RepeatedRun]:
     """Read the runs in these directories; those that differ in their seeds alone are one.
+
+    Args:
+        directories: Directories of runs, of several runs, or of deployments.
+        under_way: As in `StoredRun`: also reads runs that are not finished.
 
     Raises:
         RunError: If a directory has no run, or no results.
@@ -168,7 +189,7 @@ def read_runs(directories: Iterable[Path]) -> list[RepeatedRun]:
     """
     by_identity: dict[str, dict[str, list[StoredRun]]] = {}
     for directory in dict.fromkeys(directories):
-        for label, run in _read_directory(directory):
+        for label, run in _read_directory(directory, under_way):
             by_identity.setdefault(run.identity, {}).setdefault(label, []).append(run)
     repeated = []
     for by_label in by_identity.values():
@@ -180,19 +201,23 @@ def read_runs(directories: Iterable[Path]) -> list[RepeatedRun]:
     return repeated
 
 
-def _read_directory(directory: Path) -> list[tuple[str, StoredRun]]:
+def _read_directory(
+    directory: Path, under_way: Callable[[Path], list[VariantResult]] | None
+) -> list[tuple[str, StoredRun]]:
     """The runs of a directory, each with its label: the directory without the seed's part."""
     if (directory / EXPERIMENT_FILE).is_file() and not (directory / RUNS_FILE).exists():
-        return [(str(directory), StoredRun(directory))]
+        return [(str(directory), StoredRun(directory, under_way))]
     if not (directory / RUNS_FILE).exists():
         message = f"{directory} has no run: it has neither {EXPERIMENT_FILE} nor {RUNS_FILE}"
         raise RunError(message, "DIR", str(directory))
     paths = [directory / entry.path for entry in read_value(directory / RUNS_FILE, RunsInfo).runs]
-    finished = [path for path in paths if (path / SUMMARY_FILE).exists()]
-    if not finished:
+    readable = [path for path in paths if (path / (SUMMARY_FILE if under_way is None else EXPERIMENT_FILE)).exists()]
+    if under_way is not None:  # a run that has not been evaluated yet has nothing to show
+        readable = [path for path in readable if any(path.glob(f"*/{HISTORY_FILE}"))]
+    if not readable:
         raise _without_results(directory)
-    runs = [(str(path.parent if path.name.startswith("seed-") else path), StoredRun(path)) for path in finished]
-    runs[0][1].missing = [path for path in paths if path not in finished]
+    runs = [(str(p.parent if p.name.startswith("seed-") else p), StoredRun(p, under_way)) for p in readable]
+    runs[0][1].missing = [path for path in paths if path not in readable]
     return runs
 
 

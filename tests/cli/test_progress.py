@@ -34,16 +34,32 @@ def test_counts_are_lines_outside_of_a_terminal(impatient, capsys):
 
 def test_rounds_are_lines_outside_of_a_terminal(impatient):
     display = ProgressDisplay(console_of(terminal=False))
-    assert display.watch(Progress("FedHDP", 1, 2, 0, 3))
-    assert display.watch(Progress("FedHDP", 1, 2, 3, 3, (0.5, 0.75)))
-    assert display.console.file.getvalue() == "[1/2] FedHDP: round 3/3, accuracy 50.0–75.0%\n"
+    assert display.watch(Progress(("FedHDP",), (1,), 2, 0, 3))
+    assert display.watch(Progress(("FedHDP",), (1,), 2, 3, 3, (0.5,)))
+    assert display.console.file.getvalue() == "[1/2] FedHDP: round 3/3, accuracy 50.0%\n"
+
+
+@pytest.mark.parametrize(
+    ("names", "numbers", "words"),
+    [
+        (("DP-FedAvg", "FedHDP"), (1, 2), "[1–2/9] DP-FedAvg, FedHDP: round 3/3, accuracy 10.0%, 11.0%"),
+        (("DP-FedAvg", "FedHDP"), (1, 3), "[1, 3/9] DP-FedAvg, FedHDP: round 3/3, accuracy 10.0%, 11.0%"),
+        (tuple("ABCDE"), (1, 2, 3, 4, 5), "[1–5/9] 5 variants, A to E: round 3/3, accuracy 10.0–14.0%"),
+    ],
+)
+def test_variants_that_run_now_are_named(impatient, names, numbers, words):
+    display = ProgressDisplay(console_of(terminal=False))
+    values = tuple(0.1 + number / 100 for number in range(len(names)))
+    display.watch(Progress(names, numbers, 9, 0, 3))
+    display.watch(Progress(names, numbers, 9, 3, 3, values))
+    assert display.console.file.getvalue() == f"{words}\n"
 
 
 @pytest.mark.parametrize("width", [40, 80, 160])
 def test_rounds_are_bars_in_a_terminal(impatient, width):
     with ProgressDisplay(console_of(terminal=True, width=width)) as display:
-        display.watch(Progress("FedHDP", 1, 1, 1, 3))
-        display.watch(Progress("FedHDP", 1, 1, 3, 3, (0.5,)))
+        display.watch(Progress(("FedHDP",), (1,), 1, 1, 3))
+        display.watch(Progress(("FedHDP",), (1,), 1, 3, 3, (0.5,)))
     printed = display.console.file.getvalue()
     assert "FedHDP" in printed
     assert ("accuracy 50.0%" in printed) == (width > 40)
@@ -53,6 +69,6 @@ def test_ctrl_c_asks_the_run_to_stop():
     before = signal.getsignal(signal.SIGINT)
     with ProgressDisplay(console_of(terminal=False)) as display:
         signal.raise_signal(signal.SIGINT)
-        assert not display.watch(Progress("FedHDP", 1, 1, 1, 3))
+        assert not display.watch(Progress(("FedHDP",), (1,), 1, 1, 3))
         assert display.stop
     assert signal.getsignal(signal.SIGINT) is before

@@ -50,11 +50,11 @@ def test_interrupted_run_resumes_to_the_bit(finished_run, tmp_path):
     steps = []
 
     def watch(progress: Progress) -> bool:
-        steps.append((progress.variant, progress.round))
+        steps.append((progress.names, progress.round))
         return True
 
     resume(directory, watch)
-    assert steps[:3] == [("DP-FedAvg", 0), ("DP-FedAvg and 1 more", 0), ("DP-FedAvg and 1 more", 8)]
+    assert steps[:3] == [(("DP-FedAvg",), 0), (("DP-FedAvg", "FedHDP"), 0), (("DP-FedAvg", "FedHDP"), 8)]
     assert_same_run(finished_run, directory)
 
 

@@ -141,11 +141,11 @@ def test_variant_with_other_cohorts_runs_by_itself(tmp_path):
     names = []
 
     def watch(progress: Progress) -> bool:
-        names.append(progress.variant)
+        names.append(progress.names)
         return True
 
     run(tiny(variants=variants), tmp_path / "run", watch)
-    assert list(dict.fromkeys(names)) == ["DP-FedAvg", "DP-FedAvg and 1 more", "FedHDP"]
+    assert list(dict.fromkeys(names)) == [("DP-FedAvg",), ("DP-FedAvg", "third"), ("FedHDP",)]
 
 
 def test_batches_of_variants_sample_the_same_cohorts(tmp_path, monkeypatch):

@@ -1,0 +1,1 @@
+"""Pages: runs, plans, costs and ledgers as one self-contained HTML file each, without requests to anywhere."""

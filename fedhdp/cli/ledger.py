@@ -99,6 +99,40 @@ def promise(
     out.print(f"{group}: the budget is {budget}; {_consequence(standing)}")
 
 
+@app.command()
+def backup(
+    file: File, copy: Annotated[Path, typer.Argument(metavar="COPY", help="A file that does not exist.")]
+) -> None:
+    """Copy a ledger, also while runs charge it. A copy is checked before it has its name.
+
+    Example: `fedhdp ledger backup population.ledger monday.ledger`
+    """
+    from fedhdp.privacy.backup import backup
+
+    backup(file, copy)
+    console().print(f"{copy}: a copy of {file}")
+
+
+@app.command()
+def restore(copy: Annotated[Path, typer.Argument(metavar="COPY", help="A backup of the ledger.")], file: File) -> None:
+    """Put a backup in place of a ledger that is damaged or missing. What was charged since then is not in it.
+
+    A ledger that is not damaged stays, and a damaged one is kept under another name.
+
+    Example: `fedhdp ledger restore monday.ledger population.ledger`
+    """
+    from fedhdp.privacy.backup import restore
+    from fedhdp.privacy.ledger import Ledger
+
+    damaged = restore(copy, file)
+    with Ledger(file, read_only=True) as ledger:
+        charged = sum(run.charged for run in ledger.runs())
+    out = console()
+    if damaged is not None:
+        out.print(f"{damaged}: the damaged ledger")
+    out.print(f"{file}: the backup, with {charged:,} rounds charged. Rounds charged since then are not in it.")
+
+
 def _check_promise(ledger: Ledger, group: str, budget: Budget, new: bool) -> tuple[Budget | None, GroupStanding | None]:
     """Refuse a promise to an unknown group, or a larger budget; else the budget so far, and the standing with this one."""
     names = ledger.groups()

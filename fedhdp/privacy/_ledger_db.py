@@ -6,16 +6,19 @@ What is written, and when, is decided in ``ledger.py``.
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from fedhdp.errors import LedgerError
+from fedhdp.errors import LedgerError, require
+from fedhdp.privacy import _ledger_journal as journal
 
 APPLICATION = 0x66686470  # "fhdp"
-VERSION = 4
-SCHEMA = """
+VERSION = 5
+SCHEMA = f"""
 CREATE TABLE groups (number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, epsilon REAL, delta REAL);
 CREATE TABLE clients (id TEXT PRIMARY KEY, "group" INTEGER NOT NULL REFERENCES groups);
 CREATE INDEX clients_of_group ON clients ("group");
@@ -26,39 +29,47 @@ CREATE TABLE charges (
   sampling_rate REAL NOT NULL, sampling TEXT NOT NULL, rounds INTEGER NOT NULL, latest TEXT NOT NULL,
   PRIMARY KEY (run, "group", noise_multiplier, sampling_rate, sampling));
 CREATE INDEX charges_of_group ON charges ("group");
-CREATE TABLE population (description TEXT NOT NULL)
+CREATE TABLE population (description TEXT NOT NULL);
+{journal.TABLE}
 """  # population: a row where the clients' ids are numbers
 ERRORS = {  # by the first two words of SQLite's name
     "SQLITE_FULL": "the disk is full, so no round can be charged",
     "SQLITE_BUSY": "another process has locked the ledger for too long",
-    "SQLITE_NOTADB": "not a ledger",
+    "SQLITE_IOERR": "cannot be read or written",
     "SQLITE_CANTOPEN": "cannot be opened",
     "SQLITE_READONLY": "cannot be written, so no round can be charged",
 }
+
+
+class DamagedLedgerError(LedgerError):
+    """A ledger that is not as it was written; `fedhdp ledger restore` puts a backup in its place."""
 
 
 class LedgerFile:
     """An open file, also a context manager that closes it; see ``Ledger`` for the arguments."""
 
     def __init__(self, path: str | Path, *, read_only: bool = False, timeout: float = 60.0) -> None:
+        require("\0" not in str(path), "path", str(path), "without a NUL")
         self.path = Path(path)
-        if read_only and not self.path.exists():
-            raise self._error("there is no such file", "path", self.path)
-        mode = "ro" if read_only else "rwc"
-        with self._translate_errors():
-            uri = f"{self.path.absolute().as_uri()}?mode={mode}"
-            self._db = sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None)
+        if not self.path.exists():
+            if read_only:
+                raise self._error("there is no such file", "path", self.path)
+            self._create_file()
+        if self.path.is_file() and self.path.stat().st_size == 0:
+            raise self._damaged("the file is empty")
+        self._db = self._connect(self.path, timeout)
         try:
             with self._translate_errors():
                 self._db.execute("PRAGMA foreign_keys = ON")
                 # EXTRA: after a power cut, no journal that survived may roll a commit back and restore spent budget.
                 self._db.execute("PRAGMA synchronous = EXTRA")
-                is_empty = self._version() == 0
-            if read_only and is_empty:
-                raise self._error("not a ledger, but an empty file", "path", self.path)
-            if not read_only:
+                self._check_version()
+            self._check_contents()
+            if read_only:
+                self._db.execute("PRAGMA query_only = ON")
+            else:
                 with self._transaction():
-                    self._create()
+                    self._db.execute("DELETE FROM runs WHERE FALSE")  # a file that cannot be written fails here
         except BaseException:
             self._db.close()
             raise
@@ -73,27 +84,65 @@ class LedgerFile:
         """Close the file."""
         self._db.close()
 
-    def _version(self) -> int:
-        """The version of the file, 0 where it is empty; a file that is no ledger, or one of another version, is refused."""
-        application, version, objects = (
-            self._db.execute(query).fetchone()[0]
-            for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT COUNT(*) FROM sqlite_master")
+    def copy_to(self, other: sqlite3.Connection) -> None:
+        """Copy the file, as it is at one moment, into another database."""
+        with self._translate_errors():
+            self._db.backup(other)
+
+    def _connect(self, path: Path, timeout: float, mode: str = "rw") -> sqlite3.Connection:
+        """Also to read: what a killed process left in the middle of a transaction is rolled back first."""
+        with self._translate_errors():
+            uri = f"{path.absolute().as_uri()}?mode={mode}"
+            return sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None)
+
+    def _create_file(self) -> None:
+        """Create the file, complete, unless another process does: there never is an empty one."""
+        if Path(f"{self.path}-journal").exists():
+            raise self._error("the file is gone, but its SQLite journal is there; restore a backup", "path", self.path)
+        draft = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}")
+        try:
+            with contextlib.closing(self._connect(draft, 1.0, mode="rwc")) as self._db, self._transaction():
+                for statement in SCHEMA.split(";"):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version = {VERSION}")
+                self._db.execute(f"PRAGMA application_id = {APPLICATION}")
+                journal.start(self._db)
+            with contextlib.suppress(FileExistsError):
+                place(draft, self.path)
+        except OSError as error:
+            raise self._error(f"cannot be created ({error.strerror})", "path", self.path) from error
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _check_version(self) -> None:
+        """Refuse a file that is no ledger, or one of another version."""
+        application, version = (
+            self._db.execute(query).fetchone()[0] for query in ("PRAGMA application_id", "PRAGMA user_version")
         )
-        if (application, version, objects) != (0, 0, 0) and application != APPLICATION:
+        if application != APPLICATION:
             raise self._error("not a ledger, but another program's database", "path", self.path)
-        if version not in (0, VERSION):
+        if version != VERSION:
             message = f"a ledger of version {version}, while this fedhdp reads version {VERSION} alone"
             raise self._error(message, "version", version)
-        return int(version)
 
-    def _create(self) -> None:
-        """Create the tables of an empty file; in a transaction, since another process may be doing the same."""
-        if self._version() == 0:
-            for statement in SCHEMA.split(";"):
-                self._db.execute(statement)
-            self._db.execute(f"PRAGMA user_version = {VERSION}")
-            self._db.execute(f"PRAGMA application_id = {APPLICATION}")
-        self._db.execute("DELETE FROM runs WHERE FALSE")  # a file that cannot be written fails here, not at a round
+    def _check_contents(self) -> None:
+        """Refuse a file that is damaged, or that another program has changed."""
+        with self._translate_errors():
+            self._db.execute("BEGIN")
+            try:
+                statements = {sql for (sql,) in self._db.execute("SELECT sql FROM sqlite_master WHERE sql NOT NULL")}
+                expected = {statement.strip() for statement in SCHEMA.split(";")}
+                problem = "its tables are not a ledger's" if statements != expected else journal.check(self._db)
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+                problem = str(error)
+            finally:
+                self._db.execute("ROLLBACK")
+        if problem is not None:
+            raise self._damaged(problem)
+
+    def _record(self, kind: str, *values: Any) -> None:
+        """Enter what a transaction writes into the journal."""
+        journal.append(self._db, kind, *values)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -115,7 +164,33 @@ class LedgerFile:
             yield
         except sqlite3.Error as error:
             name = "_".join(getattr(error, "sqlite_errorname", "").split("_")[:2])
+            if name in ("SQLITE_CORRUPT", "SQLITE_NOTADB"):
+                raise self._damaged(str(error)) from error
             raise self._error(f"{ERRORS.get(name, 'damaged or unreadable')} ({error})", "path", self.path) from error
+
+    def _damaged(self, problem: str) -> DamagedLedgerError:
+        message = (
+            f"{self.path}: damaged, or no ledger: {problem[:200]}; `fedhdp ledger restore` puts a backup in its place"
+        )
+        return DamagedLedgerError(message, "path", self.path)
 
     def _error(self, message: str, field: str, value: object = None) -> LedgerError:
         return LedgerError(f"{self.path}: {message}", field, value)
+
+
+def place(draft: Path, path: Path) -> None:
+    """Give a complete file its name, durably; ``FileExistsError`` if there is a file of this name."""
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        if path.exists():
+            raise FileExistsError(path) from None
+        draft.rename(path)
+    if os.name == "posix":
+        folder = os.open(path.absolute().parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -111,7 +111,9 @@ class Ledger(LedgerFile):
             self._admit_members(mechanism, members, has_numbers or admit_new, keeps_noise=not has_numbers)
             row = self._db.execute("SELECT mechanism, charged FROM runs WHERE name = ?", (run,)).fetchone()
             if row is None:
-                self._db.execute("INSERT INTO runs VALUES (?, ?, ?, 0)", (run, _now(), encoded))
+                started = _now()
+                self._db.execute("INSERT INTO runs VALUES (?, ?, ?, 0)", (run, started, encoded))
+                self._record("run", run, started, encoded)
             elif msgspec.json.decode(row[0], type=Mechanism) != mechanism:  # fields may be new since it was written
                 raise self._error(f"run {run!r} has another mechanism in this file", "run", run)
             self.check_charged(run, completed, row[1] if row else 0)
@@ -160,11 +162,13 @@ class Ledger(LedgerFile):
             if refused:
                 budgets = " and ".join(f"the budget of {name!r}, {self.budget(name)}" for name in refused)
                 raise BudgetError(f"{self.path}: another round would exceed {budgets}", refused)
+            latest = _now()
+            self._record("charge", run, rounds, latest, [(name, *cost) for name, cost in costs.items()])
             self._db.executemany(
                 "INSERT INTO charges VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT"
                 ' (run, "group", noise_multiplier, sampling_rate, sampling) DO UPDATE'
                 " SET rounds = rounds + excluded.rounds, latest = excluded.latest",
-                [(run, name, *cost, _now()) for name, cost in costs.items()],
+                [(run, name, *cost, latest) for name, cost in costs.items()],
             )
 
     def promise(self, group: str, epsilon: float, delta: float) -> None:
@@ -279,6 +283,7 @@ class Ledger(LedgerFile):
         self._db.execute("INSERT OR IGNORE INTO groups (name) VALUES (?)", (group,))
         query = "UPDATE groups SET epsilon = ?, delta = ? WHERE name = ?"
         self._db.execute(query, (budget.epsilon, budget.delta, group))
+        self._record("budget", group, budget.epsilon, budget.delta)
 
     def _is_affordable(self, group: str, cost: PrivacyCost) -> bool:
         budget = self.budget(group)
@@ -286,6 +291,9 @@ class Ledger(LedgerFile):
 
     def _add_clients(self, clients: Sequence[tuple[str, str]]) -> None:
         """Add clients, by id, with their groups."""
+        if not clients:
+            return
+        self._record("clients", dict(clients))
         names = dict.fromkeys(group for _, group in clients)
         self._db.executemany("INSERT OR IGNORE INTO groups (name) VALUES (?)", [(name,) for name in names])
         numbers = dict(self._db.execute("SELECT name, number FROM groups"))
@@ -332,6 +340,7 @@ class Ledger(LedgerFile):
             )
         if has_numbers and row is None:
             self._db.execute("INSERT INTO population VALUES (?)", (population or "",))
+            self._record("population", population or "")
         elif population is not None and row[0] != population:
             message = f"its clients are those of {row[0] or 'a population without a description'}, not of {population}"
             raise self._error(f"{message}; use another file", "population", population)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
-import sqlite3
 
 import msgspec
 import pytest
@@ -158,7 +156,7 @@ def test_an_unknown_group_is_refused_unless_new(run_cli, run_refused, charged):
     assert promise_of(charged, "strct") == Budget(2.0, 1e-5)
 
 
-def test_mixed_sampling_has_a_note_and_no_epsilon(run_json, file):
+def test_mixed_sampling_has_a_note_and_no_epsilon(run_json, file, monkeypatch):
     fixed = msgspec.structs.replace(MECHANISM, sampling="fixed")
     with Ledger(file) as ledger:
         ledger.begin("first", MECHANISM)
@@ -166,9 +164,8 @@ def test_mixed_sampling_has_a_note_and_no_epsilon(run_json, file):
         ledger.begin("second", fixed)
         with raises_field("sampling", LedgerError):
             ledger.charge("second", privacy_costs(fixed))
-    with contextlib.closing(sqlite3.connect(file)) as database, database:  # as older versions allowed
-        columns = '"group", noise_multiplier, sampling_rate'
-        database.execute(f"INSERT INTO charges SELECT 'second', {columns}, 'fixed', 1, latest FROM charges")
+        monkeypatch.setattr(Ledger, "_check_sampling", lambda *_: None)
+        ledger.charge("second", privacy_costs(fixed))
     strict = run_json("ledger", "show", file)["groups"][1]
     assert (strict["epsilon"], strict["unprotected"]) == (None, False)
     assert strict["note"]
@@ -184,3 +181,13 @@ def test_invalid_arguments(run_refused, tmp_path):
     err = run_refused("ledger", "promise", tmp_path / "a", "strict", "--epsilon", "nan", "--delta", "0.1")
     assert "epsilon" in err
     assert "nan" in err
+
+
+def test_a_backup_is_restored_in_place_of_a_damaged_ledger(run_cli, run_refused, file, tmp_path):
+    run_cli("ledger", "promise", file, "strict", "--epsilon", 2, "--delta", 1e-4)
+    assert run_cli("ledger", "backup", file, tmp_path / "copy").code == 0
+    run_refused("ledger", "restore", tmp_path / "copy", file)
+    file.write_bytes(b"")
+    run_refused("ledger", "show", file)
+    assert "damaged-1" in run_cli("ledger", "restore", tmp_path / "copy", file).stdout
+    assert promise_of(file, "strict") == Budget(2.0, 1e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import random
 import signal
 import sqlite3
 import tempfile
@@ -15,8 +16,9 @@ from helpers import raises_field
 from ledger_helpers import MECHANISM, ROUND, charge_until_exhausted, rounds_of, start_process
 
 from fedhdp.errors import LedgerError
-from fedhdp.privacy._ledger_db import VERSION
+from fedhdp.privacy._ledger_db import VERSION, DamagedLedgerError
 from fedhdp.privacy.accounting import rounds_left
+from fedhdp.privacy.backup import backup, restore
 from fedhdp.privacy.ledger import Budget, Ledger
 
 
@@ -194,5 +196,117 @@ def test_a_damaged_file(path, ledger):
     content = bytearray(path.read_bytes())
     content[4096:] = b"\xff" * (len(content) - 4096)
     path.write_bytes(content)
-    with Ledger(path) as broken, raises_field("path", LedgerError):
-        broken.charge("run", ROUND)
+    for read_only in (True, False):
+        with raises_field("path", DamagedLedgerError):
+            Ledger(path, read_only=read_only)
+
+
+def test_a_ledger_that_became_empty_is_no_new_ledger(path, ledger):
+    ledger.close()
+    path.write_bytes(b"")
+    for read_only in (True, False):
+        with raises_field("path", DamagedLedgerError):
+            Ledger(path, read_only=read_only)
+    assert path.read_bytes() == b""
+
+
+def test_a_ledger_that_is_gone_while_its_journal_is_there_is_no_new_ledger(path, ledger):
+    ledger.close()
+    path.rename(f"{path}-journal")
+    with raises_field("path", LedgerError):
+        Ledger(path)
+
+
+DAMAGE = ("a bit", "bytes", "a page", "an end", "rows", "values")
+
+
+def damage(path, rng):
+    """One random damage of a kind."""
+    kind, content = rng.choice(DAMAGE), bytearray(path.read_bytes())
+    place = rng.randrange(len(content))
+    if kind == "a bit":
+        content[place] ^= 1 << rng.randrange(8)
+    elif kind == "bytes":
+        content[place : place + 16] = rng.randbytes(len(content[place : place + 16]))
+    elif kind == "a page":
+        content[place // 4096 * 4096 : (place // 4096 + 1) * 4096] = bytes(4096)
+    elif kind == "an end":
+        del content[place:]
+    path.write_bytes(content)
+    if kind in ("rows", "values"):
+        with contextlib.closing(sqlite3.connect(path)) as database, database:
+            table = rng.choice(("groups", "clients", "runs", "charges", "journal"))
+            row = rng.choice(database.execute(f"SELECT rowid FROM {table}").fetchall())
+            if kind == "rows":
+                database.execute(f"DELETE FROM {table} WHERE rowid = ?", row)
+            else:
+                columns = [column for _, column, *_ in database.execute(f"PRAGMA table_info({table})")]
+                with contextlib.suppress(sqlite3.IntegrityError):
+                    database.execute(f'UPDATE {table} SET "{rng.choice(columns)}" = 1 WHERE rowid = ?', row)
+    return kind
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_damage_shows_less_than_was_spent(tmp_path, path, ledger, seed):
+    """Of each damaged copy: it is refused in one line, or it says what the ledger said."""
+    rng, refusals = random.Random(seed), []
+    ledger.promise("strict", 5.0, 1e-5)
+    for _ in range(3):
+        ledger.charge("run", ROUND)
+    expected = {name: (ledger.costs(name), ledger.budget(name), ledger.clients(name)) for name in ledger.groups()}
+    ledger.close()
+    for number in range(100):
+        copy = tmp_path / f"{number}.ledger"
+        copy.write_bytes(path.read_bytes())
+        damage(copy, rng)
+        try:
+            with Ledger(copy, read_only=number % 2 == 0) as other:
+                found = {name: (other.costs(name), other.budget(name), other.clients(name)) for name in other.groups()}
+        except LedgerError as error:
+            refusals.append(str(error))
+        else:
+            assert found == expected
+    assert len(refusals) > 60
+    assert not [line for line in refusals if "\n" in line]
+
+
+@pytest.mark.process
+def test_a_kill_inside_a_transaction_leaves_a_ledger_that_can_be_read(path, ledger):
+    ledger.charge("run", ROUND)
+    ledger.close()
+    process = start_process(
+        "ledger = Ledger(sys.argv[1])\n"
+        "ledger._db.execute('PRAGMA cache_size = 1')\n"  # so that pages are in the file before the end of a transaction
+        "with ledger._transaction():\n"
+        "    ledger._add_clients([(f'new {i}', 'lax') for i in range(20_000)])\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)",
+        path,
+    )
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert Path(f"{path}-journal").stat().st_size > 0
+    with Ledger(path, read_only=True) as ledger:
+        assert (ledger.clients("lax"), rounds_of(ledger, "lax")) == (60, 1)
+
+
+def test_a_backup_takes_the_place_of_a_damaged_ledger_alone(tmp_path, path, ledger):
+    ledger.charge("run", ROUND)
+    backup(path, tmp_path / "copy")
+    with raises_field("copy", LedgerError):
+        backup(path, tmp_path / "copy")
+    ledger.charge("run", ROUND)
+    with raises_field("path", LedgerError):  # it would lose a charge
+        restore(tmp_path / "copy", path)
+    assert rounds_of(ledger, "lax") == 2
+    ledger.close()
+    path.write_bytes(path.read_bytes()[:5000])
+    assert restore(tmp_path / "copy", path) == Path(f"{path}.damaged-1")
+    with Ledger(path) as ledger:
+        assert rounds_of(ledger, "lax") == 1
+    path.unlink()
+    assert restore(tmp_path / "copy", path) is None
+    (tmp_path / "copy").write_bytes(b"nothing")
+    path.unlink()
+    with raises_field("path", DamagedLedgerError):
+        restore(tmp_path / "copy", path)
+    assert not path.exists()

@@ -15,7 +15,7 @@ import click
 import typer
 
 import fedhdp
-from fedhdp.cli import account, data, ledger, plan, report, reproduce, run, show, theory
+from fedhdp.cli import account, audit, data, ledger, plan, report, reproduce, run, show, theory
 from fedhdp.errors import FedHDPError
 
 MAX_VALUE_LENGTH = 200  # of a value in an error's line
@@ -38,6 +38,7 @@ app.command()(report.watch)
 app.command()(reproduce.reproduce)
 app.command()(account.account)
 app.command()(plan.plan)
+app.command()(audit.audit)
 app.add_typer(data.app, name="data")
 app.add_typer(ledger.app, name="ledger")
 app.add_typer(theory.app, name="theory")

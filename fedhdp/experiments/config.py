@@ -135,14 +135,16 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(len(names) >= 1, "variants", names, "one variant or more")
         differ = len({slug(name) for name in names}) == len(names)
         require(differ, "variants", names, "variants whose names differ in letters a to z or digits")
-        base = self.mechanism.uncalibrated(default_clients=1)
+        from fedhdp.theory.pricing import RoughPricing
+
+        base, pricing = self.mechanism.uncalibrated(default_clients=1), RoughPricing(self.rounds)
         for number, variant in enumerate(self.variants):
             training, _ = self.overrides(number)
             has_personal = training.personalize or not self.keep_personal
             require(has_personal, "keep_personal", True, f"false, as {variant.name} does not personalize")
             try:
                 self.mechanism.with_epsilons(variant.epsilons)
-                mechanism = variant.mechanism(base)
+                mechanism = variant.mechanism(base, pricing)
                 for round in range(1 if isinstance(mechanism, Mechanism) else self.rounds):
                     training.check(mechanism_at(mechanism, round))
             except InvalidValueError as error:
@@ -208,12 +210,18 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self._with_weights(data, mechanism)
 
     def variant_mechanisms(self, mechanism: Mechanism, data: FederatedData | None = None) -> list[ScheduledMechanism]:
-        """The mechanism of each variant, from that of `build_mechanism`; a function where weights are scheduled.
+        """The mechanism of each variant, from that of `build_mechanism`; a function where rounds differ.
 
         ``data`` is as there.
         """
+        from fedhdp.theory.pricing import RunPricing
+
+        count = self._parameter_count(data)
+        pricing = RunPricing(self.rounds, self.delta_of, self.run_accountant, count)
         with_weights = partial(self._with_weights, data)
-        return [variant.mechanism(self._base(variant, mechanism, data), with_weights) for variant in self.variants]
+        return [
+            variant.mechanism(self._base(variant, mechanism, data), pricing, with_weights) for variant in self.variants
+        ]
 
     def _base(self, variant: Variant, mechanism: Mechanism, data: FederatedData | None) -> Mechanism:
         """The mechanism that a variant changes: calibrated for the variant's own epsilons and sampling if it has some."""
@@ -230,8 +238,11 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return mechanism
         from fedhdp.theory.planning import with_optimal_weights
 
-        count = partial(count_parameters, self.data, self.model, lambda: data or self.load_data())
-        return with_optimal_weights(mechanism, self.rounds, count, free)
+        return with_optimal_weights(mechanism, self.rounds, self._parameter_count(data), free)
+
+    def _parameter_count(self, data: FederatedData | None) -> Callable[[], int]:
+        """What counts the model's parameters, with the data if they are needed."""
+        return partial(count_parameters, self.data, self.model, lambda: data or self.load_data())
 
     def epsilon_targets(self, variant: Variant) -> dict[str, float]:
         """The epsilons that groups asked for, by name, unless the variant states their noise multipliers."""

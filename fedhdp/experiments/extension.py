@@ -115,7 +115,9 @@ def _state_mechanism(
         replace(wanted, epsilon=None, noise_multiplier=group.noise_multiplier, weight=group.weight)
         for wanted, group in zip(config.groups, mechanism.groups, strict=True)
     )
-    chosen = replace(experiment, variants=tuple(replace(v, algorithm="fedhdp") for v in experiment.variants))
+    chosen = replace(
+        experiment, variants=tuple(replace(v, algorithm="fedhdp", options={}) for v in experiment.variants)
+    )
     variants = tuple(
         _state_variant(variant, mechanism, mechanism_at(changed, 0))
         for variant, changed in zip(experiment.variants, chosen.variant_mechanisms(mechanism, data), strict=True)

@@ -222,7 +222,7 @@ def _batches(experiment: Experiment, mechanisms: list[ScheduledMechanism], model
     for (schedule, training, server_optimizer), numbers in by_training.items():
         mechanism = mechanism_at(schedule, 0)
         batches = by_cohort.setdefault(
-            (mechanism.cohort_distribution, mechanism.layers, training, server_optimizer), []
+            (_cohort_distributions(schedule, experiment.rounds), mechanism.layers, training, server_optimizer), []
         )
         size = personal_bytes(model, mechanism.clients) if training.personalize else 0
         if batches and experiment.ledger is None and (len(batches[-1]) + len(numbers)) * size <= limit:
@@ -230,6 +230,18 @@ def _batches(experiment: Experiment, mechanisms: list[ScheduledMechanism], model
         else:
             batches.append(list(numbers))
     return [batch for batches in by_cohort.values() for batch in batches]
+
+
+def _cohort_distributions(schedule: ScheduledMechanism, rounds: int) -> tuple[object, ...]:
+    """What decides who is sampled, in the order of the rounds; once where it does not change."""
+    if isinstance(schedule, Mechanism):
+        return (schedule.cohort_distribution,)
+    changes: list[tuple[int, object]] = []
+    for round in range(rounds):
+        distribution = mechanism_at(schedule, round).cohort_distribution
+        if not changes or distribution != changes[-1][1]:
+            changes.append((round, distribution))
+    return tuple(changes) if len(changes) > 1 else (changes[0][1],)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ class WeightSchedule(msgspec.Struct, frozen=True):
     Args:
         mechanism: The mechanism with the weights that do not change.
         weights: The weights that change: groups by name, each with its schedule.
-        algorithm: One of `fedhdp.algorithms.ALGORITHMS`, which is applied to the mechanism of the round.
+        algorithm: One of `fedhdp.algorithms.ALGORITHMS` without a pricing, which is applied to the mechanism of the round.
     """
 
     mechanism: Mechanism
@@ -39,7 +39,8 @@ class WeightSchedule(msgspec.Struct, frozen=True):
         """
         weights = {name: weight_at(schedule, round, f"weights.{name}") for name, schedule in self.weights}
         groups = (replace(group, weight=weights.get(group.name, group.weight)) for group in self.mechanism.groups)
-        return ALGORITHMS[self.algorithm](replace(self.mechanism, groups=tuple(groups)))
+        mechanism: Mechanism = ALGORITHMS[self.algorithm](replace(self.mechanism, groups=tuple(groups)))
+        return mechanism
 
     @property
     def without_pulls(self) -> WeightSchedule:

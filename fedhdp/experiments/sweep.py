@@ -264,7 +264,11 @@ def _effect(experiment: Experiment, variant: Variant) -> tuple[object, ...]:
 
     config = experiment.mechanism.with_epsilons(variant.epsilons)
     mechanism = replace(config, groups=tuple(map(with_noise, config.groups))).uncalibrated(default_clients=1)
-    return variant.mechanism(mechanism), *replace(experiment, variants=(variant,)).overrides(0)
+    from fedhdp.theory.pricing import RoughPricing
+
+    return variant.mechanism(mechanism, RoughPricing(experiment.rounds)), *replace(
+        experiment, variants=(variant,)
+    ).overrides(0)
 
 
 def _has_effect(key: str, points: Sequence[Point], effects: Sequence[tuple[object, ...]]) -> bool:

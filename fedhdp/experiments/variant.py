@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from fedhdp.algorithms import ALGORITHM_NAMES, ALGORITHMS
+from fedhdp.algorithms import ALGORITHM_NAMES, ALGORITHMS, Pricing, apply_algorithm, takes_pricing
 from fedhdp.clips import Clip, parse_clip
 from fedhdp.errors import require
 from fedhdp.experiments.schedules import WeightSchedule, as_weight, weight_at
@@ -31,6 +31,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sampling: How cohorts are sampled; None takes the mechanism's.
         training: Fields that replace those of the experiment's training.
         server: Fields that replace those of the experiment's server optimizer.
+        options: The algorithm's options, by name.
     """
 
     name: str = ""
@@ -44,6 +45,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sampling: Sampling | None = None
     training: dict[str, Any] = {}
     server: dict[str, Any] = {}
+    options: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
         require(self.algorithm in ALGORITHMS, "algorithm", self.algorithm, f"one of {', '.join(ALGORITHMS)}")
@@ -58,19 +60,24 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require(not both, "epsilons", both, "of groups without one of noise_multipliers")
 
     def mechanism(
-        self, base: Mechanism, with_weights: Callable[[Mechanism, Iterable[str]], Mechanism] | None = None
+        self,
+        base: Mechanism,
+        pricing: Pricing,
+        with_weights: Callable[[Mechanism, Iterable[str]], Mechanism] | None = None,
     ) -> ScheduledMechanism:
         """Apply the variant's changes and its algorithm to the experiment's mechanism.
 
         Args:
             base: The experiment's mechanism.
+            pricing: What noise and sampling cost in the run, for algorithms that share out epsilons.
             with_weights: Sets the weights that neither the groups nor the variant state; None keeps those of ``base``.
 
         Returns:
-            The mechanism, or where a weight is a schedule a function of the round.
+            The mechanism, or a function of the round where a weight is a schedule or the algorithm changes rounds.
 
         Raises:
-            InvalidValueError: If a name is of no group, or a value is out of range.
+            InvalidValueError: If a name is of no group, a value is out of range, or an algorithm that changes rounds has
+                scheduled weights.
         """
         names = [group.name for group in base.groups]
         for field in ("weights", "pulls", "noise_multipliers", "epsilons"):
@@ -91,5 +98,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             mechanism = with_weights(mechanism, self.weights)
         scheduled = tuple(item for item in self.weights.items() if isinstance(item[1], ScheduleConfig))
         if scheduled:
+            rule = f"numbers, as {self.algorithm} sets weights or rounds itself"
+            require(not takes_pricing(self.algorithm), "weights", [name for name, _ in scheduled], rule)
             return WeightSchedule(mechanism, scheduled, self.algorithm)
-        return ALGORITHMS[self.algorithm](mechanism)
+        return apply_algorithm(self.algorithm, mechanism, pricing, self.options)

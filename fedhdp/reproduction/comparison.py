@@ -15,7 +15,7 @@ import fedhdp
 from fedhdp.errors import RunError
 from fedhdp.reproduction import tables
 from fedhdp.reproduction.claims import ClaimResult, View, check_claims, check_skewed_claim
-from fedhdp.reproduction.extensions import LEVEL_TABLES
+from fedhdp.reproduction.levels import LEVEL_TABLES
 from fedhdp.reproduction.runs import (
     FinishedRun,
     LineKey,

@@ -1,4 +1,4 @@
-"""Extensions of the paper's tables: FedHDP with other accounting, weights, server and pulls, and more than two levels.
+"""Extensions of the paper's tables: FedHDP with other accounting, weights, server and pulls. More levels: `levels.py`.
 
 All extensions sample by Poisson, for which the paper's epsilon holds. An extension is an entry of `EXTENSIONS`; its part
 has the same name. Noise and weights are constants, so that a run needs no accountant; tests recompute them.
@@ -15,13 +15,10 @@ from fedhdp import AdaptiveClip, ServerOptimizer
 from fedhdp.errors import ConfigError
 from fedhdp.experiments.components import BuiltInData
 from fedhdp.experiments.config import Experiment
-from fedhdp.experiments.presets import OPTED_OUT, PRIVATE
-from fedhdp.experiments.variant import Variant
-from fedhdp.mechanism import Sampling
-from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
+from fedhdp.privacy.calibration import MechanismConfig
 from fedhdp.reproduction import tables
+from fedhdp.reproduction.levels import LEVEL_TABLES, levels_part, theory_weights
 from fedhdp.reproduction.tables import AVERAGED, PULLS, ROUNDS, TABLES, Options, Part, TableRow
-from fedhdp.theory.planning import MLP_PARAMETERS, with_optimal_weights
 
 BASE = "noniid-mnist"  # the table that has extensions
 EPSILON = TABLES[BASE].epsilon
@@ -58,16 +55,6 @@ EXTENSIONS = {
         "PLD, the average and momentum, at the paper's weights", PLD_NOISE, TUNED_WEIGHTS, MOMENTUM, True
     ),
 }
-LEVEL_TABLES = {  # name, share of the clients, noise multiplier of each level
-    "three": ((OPTED_OUT, 0.05, 0.0), ("relaxed", 0.45, 0.75), ("strict", 0.5, 3.0)),
-    "five": (
-        (OPTED_OUT, 0.05, 0.0),
-        ("relaxed", 0.2, 0.75),
-        ("medium", 0.25, 1.0),
-        (PRIVATE, 0.25, 1.5),
-        ("strict", 0.25, 3.0),
-    ),
-}
 
 
 def extension_part(
@@ -79,40 +66,13 @@ def extension_part(
     if extension.noise_multiplier is not None:
         private = replace(private, noise_multiplier=extension.noise_multiplier)
     mechanism = MechanismConfig((opted_out, private), AdaptiveClip(initial=table.clip))
-    weights = extension.weights or _theory_weights(mechanism, "shared")[1:]
+    weights = extension.weights or theory_weights(mechanism, "shared")[1:]
     if extension.validation:
         data = replace(data, validation=extension.validation)
     rows = [TableRow("fedhdp", weight) for weight in weights]
     variants = tables.variants_of(rows, extension.pulls if personal else ())
     fields = {"server": extension.server, "rounds": rounds, "seed": seed, "about": extension.about}
     return tables.make_experiment(BASE, name, data, mechanism, variants, **fields)
-
-
-def _theory_weights(mechanism: MechanismConfig, noise: str) -> tuple[float, ...]:
-    """The theory's weights for the paper's rounds and network, to two digits."""
-    promise = replace(mechanism.build(ROUNDS, 1e-4, "pld"), noise=noise)
-    return tuple(float(f"{g.weight:.2g}") for g in with_optimal_weights(promise, ROUNDS, MLP_PARAMETERS).groups)
-
-
-def levels_part(name: str, data: BuiltInData, sampling: Sampling, rounds: int = ROUNDS, seed: int = 0) -> Experiment:
-    """Several privacy levels as an experiment: the baselines, and FedHDP with shared noise and with noise per group."""
-    table = TABLES[BASE]
-    groups = tuple(
-        GroupConfig(level, round(share * data.clients), sampling_rate=table.sampling_rate, noise_multiplier=noise)
-        for level, share, noise in LEVEL_TABLES[name]
-    )
-    mechanism = MechanismConfig(groups, AdaptiveClip(initial=table.clip), sampling=sampling)
-    names = [group.name for group in groups]
-    shared, per_group = (
-        dict(zip(names, _theory_weights(mechanism, noise), strict=True)) for noise in ("shared", "per_group")
-    )
-    variants = (
-        *(Variant(label, algorithm) for algorithm, label in tables.LABELS.items()),
-        Variant("FedHDP, shared noise", "fedhdp", shared, noise="shared"),
-        Variant("FedHDP, noise per group", "fedhdp", per_group, noise="per_group"),
-    )
-    about = f"{name} privacy levels on non-IID MNIST"
-    return tables.make_experiment("levels", name, data, mechanism, variants, rounds=rounds, seed=seed, about=about)
 
 
 def make_parts(

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fedhdp.privacy.accounting import format_epsilon, pluralize
 from fedhdp.reproduction import tables
-from fedhdp.reproduction.extensions import LEVEL_TABLES
+from fedhdp.reproduction.levels import LEVEL_TABLES
 from fedhdp.reproduction.runs import GROUP_CODES
 from fedhdp.reproduction.summary import SUMMARY, Cell, Comparison, Line, encode_summary
 from fedhdp.results import store

@@ -15,15 +15,15 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from fedhdp import Mechanism
 from fedhdp.errors import RunError
 from fedhdp.experiments.config import Experiment
 from fedhdp.experiments.presets import OPTED_OUT, PRIVATE
 from fedhdp.experiments.toml import from_toml
-from fedhdp.mechanism import mechanism_at
+from fedhdp.mechanism import ScheduledMechanism, mechanism_at
 from fedhdp.privacy.accounting import compose, is_accounting_installed
-from fedhdp.privacy.costs import privacy_costs
-from fedhdp.reproduction.extensions import EXTENSIONS, LEVEL_TABLES, Extension
+from fedhdp.privacy.costs import privacy_costs, scheduled_costs
+from fedhdp.reproduction.extensions import EXTENSIONS, Extension
+from fedhdp.reproduction.levels import LEVEL_TABLES
 from fedhdp.reproduction.runner import MACHINE, SUPPLEMENT, Machine, incompatible_fields
 from fedhdp.results import store
 from fedhdp.results.schema import GroupResult, Summary, VariantResult, account_groups
@@ -201,18 +201,19 @@ def group_costs(runs: Iterable[FinishedRun]) -> list[GroupCost]:
     for run in runs:
         mechanisms = run.experiment.variant_mechanisms(run.experiment.build_mechanism())
         for mechanism, result in zip(mechanisms, run.summary.variants, strict=True):
-            for cost in _variant_costs(run, mechanism_at(mechanism, 0), result):
+            for cost in _variant_costs(run, mechanism, result):
                 rows.setdefault(cost, []).append(_line_key(run.part, result).row)
     return [replace(cost, rows=tuple(dict.fromkeys(labels))) for cost, labels in rows.items()]
 
 
-def _variant_costs(run: FinishedRun, mechanism: Mechanism, result: VariantResult) -> list[GroupCost]:
+def _variant_costs(run: FinishedRun, schedule: ScheduledMechanism, result: VariantResult) -> list[GroupCost]:
     """The epsilons of a variant; computed here if the run had no accountant."""
-    groups, spent, costs = result.groups, privacy_costs(mechanism, result.rounds), []
+    groups, spent, costs = result.groups, scheduled_costs(schedule, result.rounds), []
+    mechanism = mechanism_at(schedule, 0)
     poisson = privacy_costs(replace(mechanism, sampling="poisson"), result.rounds)
     if is_accounting_installed() and any(group.epsilon is None and not group.unprotected for group in groups):
         accountant = run.experiment.run_accountant
-        groups = account_groups(mechanism, lambda name: [spent[name]], run.experiment.delta_of, accountant)
+        groups = account_groups(mechanism, lambda name: spent[name], run.experiment.delta_of, accountant)
     for group in groups:
         if group.unprotected:
             continue

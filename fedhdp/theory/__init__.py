@@ -3,6 +3,7 @@
 from fedhdp.theory.linear_regression import Problem, TheoryGroup
 from fedhdp.theory.optimum import Optimum, find_optimum
 from fedhdp.theory.planning import ErrorEstimate, LevelShare, Plan, estimate_error, plan, with_optimal_weights
+from fedhdp.theory.pricing import RunPricing
 
 __all__ = [
     "ErrorEstimate",
@@ -10,6 +11,7 @@ __all__ = [
     "Optimum",
     "Plan",
     "Problem",
+    "RunPricing",
     "TheoryGroup",
     "estimate_error",
     "find_optimum",

@@ -6,7 +6,7 @@ The target is the mean of all clients' clipped updates, of length at most 1. The
 
     noise            sigma sqrt(d / T) / W              sigma = max_j r_j z_j, W = sum_j q N_j r_j, d parameters
     sampling         sqrt(sum_j q N_j r_j^2 / T) / W    from the random cohorts
-    weighting bias   sqrt(sum_j N_j r_j^2 / (sum_j N_j r_j)^2 - 1 / N)    from unequal weights
+    weighting bias   sqrt(sum_j N_j (q_j r_j)^2 / (sum_j N_j q_j r_j)^2 - 1 / N)    from unequal weights
 
 The weights minimize the three together: they are the theory's, with sigma_c^2 = q + q^2 T and noise d z_j^2.
 Derivation and limits: docs/how-to/plan.md. Axis letters: G groups.
@@ -160,7 +160,8 @@ def estimate_error(mechanism: Mechanism, rounds: int, parameters: int, clients: 
     noise_per_round = noise_per_parameter * math.sqrt(parameters)
     noise = noise_per_round / math.sqrt(rounds)
     sampling = math.sqrt(float(cohort_G @ weight_G**2) / rounds) / mechanism.expected_weight
-    spread = float(clients_G @ weight_G**2) / float(clients_G @ weight_G) ** 2
+    share_G = weight_G * cohort_G / clients_G  # what a client counts over many rounds
+    spread = float(clients_G @ share_G**2) / float(clients_G @ share_G) ** 2
     bias = math.sqrt(max(0.0, spread - 1 / (clients or mechanism.clients)))
     return ErrorEstimate(noise_per_parameter, noise_per_round, noise, sampling, bias, math.hypot(noise, sampling, bias))
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from fedhdp.experiments import Experiment, Variant, to_toml
 from fedhdp.results import GroupResult, MetricRow, Summary, VariantDirectory, VariantResult, slug, write_value
+from fedhdp.theory.pricing import RoughPricing
 
 WEIGHTS = (0.01, 0.1, 1.0)
 
@@ -33,7 +34,7 @@ def write_run(directory: Path, seed: int = 0, variants: tuple[Variant, ...] | No
     results = []
     for number, variant in enumerate(experiment.variants):
         accuracy = (number + 1) / 10 + seed / 100
-        mechanism = variant.mechanism(experiment.mechanism.uncalibrated())
+        mechanism = variant.mechanism(experiment.mechanism.uncalibrated(), RoughPricing(experiment.rounds))
         groups = []
         for group in mechanism.groups:
             epsilon = math.inf if group.name == "opted out" else 8.0

@@ -98,9 +98,9 @@ def reproduce(
 ) -> None:
     """Reproduce a table of the paper: run it seed by seed, and compare each cell with the paper.
 
-    noniid-mnist, skewed-mnist, fmnist and femnist are tables of the paper. levels has three and five privacy levels.
-    causes and skewed-causes vary one at a time what the paper leaves open. The same command resumes an interrupted table;
-    with more seeds, rows or pulls it adds them.
+    noniid-mnist, skewed-mnist, fmnist and femnist are tables of the paper. levels has two, three and five privacy levels,
+    and rivals of FedHDP. causes and skewed-causes vary one at a time what the paper leaves open. The same command resumes an
+    interrupted table; with more seeds, rows or pulls it adds them.
 
     Examples:
 

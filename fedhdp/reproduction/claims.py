@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from fedhdp.reproduction.levels import LEVEL_TABLES, OURS, rival_labels
+
 View = dict[tuple[str, str, float | None], dict[str, float]]  # (part, algorithm, weight) to numbers by column
 Check = tuple[bool, str] | None  # whether a claim holds, with its numbers; None: not measured
 Verdict = Literal["held", "not held", "not measured"]
@@ -143,6 +145,20 @@ def _shared_exceeds_per_group(part: str) -> Callable[[View], Check]:
     return check
 
 
+def _exceeds_rivals(part: str) -> Callable[[View], Check]:
+    def check(view: View) -> Check:
+        accuracy = {
+            row: values["acc_g"] for (of_part, row, _), values in view.items() if of_part == part if "acc_g" in values
+        }
+        rivals, ours = rival_labels(part, list(accuracy)), accuracy.get(f"{part}: {OURS}")
+        if ours is None or not rivals:
+            return None
+        best = max(rivals, key=lambda row: accuracy[row])
+        return ours > accuracy[best], f"FedHDP {ours:.2f}, {best.partition(': ')[2]} {accuracy[best]:.2f}"
+
+    return check
+
+
 GROUPS = (("private", "p"), ("opted out", "np"))
 SKEWED_CLAIM = "the best r is larger on skewed data"
 EXTENSION_CLAIM = "an extension is above the paper's best"
@@ -154,6 +170,10 @@ CLAIMS: dict[str, Callable[[View], Check]] = {
     "personal models are above the global model, in both groups": personal_exceeds_global,
 }
 LEVEL_CLAIMS = {
-    f"{name} levels: shared noise is above noise per group": _shared_exceeds_per_group(name)
-    for name in ("three", "five")
+    claim: check
+    for name in LEVEL_TABLES
+    for claim, check in (
+        (f"{name} levels: shared noise is above noise per group", _shared_exceeds_per_group(name)),
+        (f"{name} levels: FedHDP is above every rival", _exceeds_rivals(name)),
+    )
 }

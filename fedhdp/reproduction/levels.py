@@ -6,7 +6,7 @@ Every row samples by Poisson and has the paper's training, clip and server, unle
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -37,22 +37,6 @@ LEVEL_TABLES = {  # name, share of the clients, noise multiplier of each level
 OURS = "FedHDP, shared noise"
 STAND_INS = (100.0, 1000.0)  # epsilons that stand for those who opted out, where a rival needs one
 RIVALS = ("threshold", "weiavg", "idp_scale", "idp_sample", "time_adaptive", "gdpfed")
-
-
-class RivalDifference(NamedTuple):
-    """How far a rival's global accuracy is above FedHDP's, in points, seed by seed."""
-
-    part: str
-    row: str
-    mean: float
-    half: float | None  # of the 95% interval; None with one seed
-
-    @property
-    def verdict(self) -> str:
-        """Which of the two wins, where the interval does not have 0."""
-        if self.half is None or abs(self.mean) <= self.half:
-            return "–"
-        return "rival" if self.mean > 0 else "FedHDP"
 
 
 def theory_weights(mechanism: MechanismConfig, noise: str) -> tuple[float, ...]:

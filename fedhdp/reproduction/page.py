@@ -8,8 +8,8 @@ DOCS.md                   the page
 
 Numbers in findings are computed from the summary. ``{{ROW}}`` is the mean of the row's global accuracy, ``{{ROW - ROW}}``
 the mean difference seed by seed, ``{{ROW / paper}}`` the difference from the paper; each with half of its interval.
-``{{paper ROW}}`` is the paper's number. A column follows after ``|``, a pull after ``@``:
-``{{FedHDP r=0.01 @0.05 | acc_l_p}}``.
+``{{paper ROW}}`` is the paper's number. ``{{rivals}}`` says which rivals win. A column follows
+after ``|``, a pull after ``@``: ``{{FedHDP r=0.01 @0.05 | acc_l_p}}``.
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ def render_section(path: Path, table: Comparison | Causes) -> str:
     title, findings, link = "#" + heading, findings.strip(), f"{path.parent.name}/{path.name}"
     if isinstance(table, Causes):
         return "\n\n".join([title, _shell(table.command), render.markdown_table(causes_table(table)), findings])
-    texts = [render.global_table(table), render.personal_table(table), render.claims_table(table)]
-    if len(texts[1].rows) > MAX_PERSONAL_ROWS:
-        del texts[1]
+    personal = render.personal_table(table)
+    texts = [render.global_table(table), render.rivals_table(table)]
+    texts += [personal] if len(personal.rows) <= MAX_PERSONAL_ROWS else []
+    texts.append(render.claims_table(table))
     blocks = [title, _commands(table), f"Data: {table.data}."]
     blocks += [render.markdown_table(text) for text in texts if text.rows]
     if (path / "table.png").exists():
@@ -127,6 +128,8 @@ def fill_in(findings: str, comparison: Comparison) -> str:
 
 
 def _number(text: str, comparison: Comparison) -> str:
+    if text == "rivals":
+        return render.rivals_sentence(comparison)
     expression, _, column = (word.strip() for word in text.partition("|"))
     column = column or "acc_g"
     signed = column.startswith("delta")

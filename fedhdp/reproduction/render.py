@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from fedhdp.privacy.accounting import format_epsilon, pluralize
 from fedhdp.reproduction import tables
-from fedhdp.reproduction.levels import LEVEL_TABLES
+from fedhdp.reproduction.levels import LEVEL_TABLES, OURS, rival_labels
 from fedhdp.reproduction.runs import GROUP_CODES
-from fedhdp.reproduction.summary import SUMMARY, Cell, Comparison, Line, encode_summary
+from fedhdp.reproduction.summary import SUMMARY, Cell, Comparison, Line, difference_of_rows, encode_summary
 from fedhdp.results import store
 
 LEGEND = (
@@ -85,6 +85,32 @@ def claims_table(comparison: Comparison) -> TextTable:
         paper = f"{result.paper_verdict}: {result.paper_numbers}" if result.paper_numbers else "–"
         rows.append([result.claim, result.verdict + seeds, result.numbers or "–", paper])
     return TextTable(["claim", "measured", "numbers", "in the paper's numbers"], rows, [None] * len(rows))
+
+
+def rivals_table(comparison: Comparison) -> TextTable:
+    """How far each rival's global accuracy is above FedHDP's, seed by seed, and which of the two wins."""
+    rows, parts, labels = [], [], [line.key.row for line in comparison.global_lines]
+    for part in LEVEL_TABLES:
+        for label in rival_labels(part, labels) if f"{part}: {OURS}" in labels else ():
+            cell = difference_of_rows(comparison, [label, f"{part}: {OURS}"])
+            wins = cell.half is not None and abs(cell.mean) > cell.half
+            winner = ("the rival" if cell.mean > 0 else "FedHDP") if wins else "within the interval"
+            rows.append([label, f"{cell.mean:+.2f}" + ("" if cell.half is None else f" ±{cell.half:.2f}"), winner])
+            parts.append(part)
+    return TextTable(["rival", f"above {OURS}", "wins"], rows, parts)
+
+
+def rivals_sentence(comparison: Comparison) -> str:
+    """Which rivals win against FedHDP: those that are above it by more than half of the interval."""
+    rows = rivals_table(comparison).rows
+    if not rows:
+        return "This table has no rows of rivals."
+    winners = [f"{label} ({difference})" for label, difference, winner in rows if winner == "the rival"]
+    if not winners:
+        return (
+            f"None of {len(rows)} rows of rivals is above FedHDP by more than half of the interval of the difference."
+        )
+    return f"Rivals win in {len(winners)} of {len(rows)} rows: {'; '.join(winners)}."
 
 
 def _block(line: Line) -> str:
@@ -186,7 +212,7 @@ def markdown(comparison: Comparison) -> str:
     machines = dict.fromkeys(f"{m.devices} × {m.device}, {m.system}, jax {m.jax}" for m in comparison.machines)
     head, *lines = title(comparison)
     blocks = [f"# {head}", *lines, *(f"`{command}`" for command in commands(comparison))]
-    texts = (global_table(comparison), personal_table(comparison), claims_table(comparison))
+    texts = (global_table(comparison), rivals_table(comparison), personal_table(comparison), claims_table(comparison))
     blocks += [markdown_table(table) for table in texts if table.rows]
     seconds = ", ".join(f"{part} {value:.0f}" for part, value in comparison.seconds_per_seed.items())
     duration = f"seconds per seed: {seconds}" + (f", on {'; '.join(machines)}" if machines else "")

@@ -199,26 +199,31 @@ def group_costs(runs: Iterable[FinishedRun]) -> list[GroupCost]:
     """The epsilons of each group of each part, once for all rows and seeds with the same ones."""
     rows: dict[GroupCost, list[str]] = {}
     for run in runs:
-        mechanisms = run.experiment.variant_mechanisms(run.experiment.build_mechanism())
+        known = all(group.epsilon is not None or group.unprotected for v in run.summary.variants for group in v.groups)
+        mechanisms: list[ScheduledMechanism | None] = [None] * len(run.summary.variants)
+        if is_accounting_installed() and not (known and run.experiment.mechanism.sampling == "poisson"):
+            mechanisms = [*run.experiment.variant_mechanisms(run.experiment.build_mechanism())]
         for mechanism, result in zip(mechanisms, run.summary.variants, strict=True):
             for cost in _variant_costs(run, mechanism, result):
                 rows.setdefault(cost, []).append(_line_key(run.part, result).row)
     return [replace(cost, rows=tuple(dict.fromkeys(labels))) for cost, labels in rows.items()]
 
 
-def _variant_costs(run: FinishedRun, schedule: ScheduledMechanism, result: VariantResult) -> list[GroupCost]:
-    """The epsilons of a variant; computed here if the run had no accountant."""
-    groups, spent, costs = result.groups, scheduled_costs(schedule, result.rounds), []
-    mechanism = mechanism_at(schedule, 0)
-    poisson = privacy_costs(replace(mechanism, sampling="poisson"), result.rounds)
-    if is_accounting_installed() and any(group.epsilon is None and not group.unprotected for group in groups):
-        accountant = run.experiment.run_accountant
-        groups = account_groups(mechanism, lambda name: spent[name], run.experiment.delta_of, accountant)
+def _variant_costs(run: FinishedRun, schedule: ScheduledMechanism | None, result: VariantResult) -> list[GroupCost]:
+    """The epsilons of a variant, computed here if the run had no accountant; without a schedule those that it had."""
+    groups, costs, poisson = result.groups, [], {}
+    if schedule is not None:
+        spent, mechanism = scheduled_costs(schedule, result.rounds), mechanism_at(schedule, 0)
+        if mechanism.sampling == "fixed":
+            poisson = privacy_costs(replace(mechanism, sampling="poisson"), result.rounds)
+        if any(group.epsilon is None and not group.unprotected for group in groups):
+            delta_of, accountant = run.experiment.delta_of, run.experiment.run_accountant
+            groups = account_groups(mechanism, lambda name: spent[name], delta_of, accountant)
     for group in groups:
         if group.unprotected:
             continue
         basis, poisson_epsilon = group.epsilon_basis or "not known without dp-accounting", None
-        if is_accounting_installed() and mechanism.sampling == "fixed":
+        if group.name in poisson:
             poisson_epsilon = compose([poisson[group.name]], run.experiment.delta_of(group.name), "rdp")
         costs.append(GroupCost(run.part, (), group.name, group.epsilon, basis, poisson_epsilon))
     return costs

@@ -75,7 +75,8 @@ class RunPricing:
 
         if epsilon_at(1.0) <= epsilon:
             return 1.0
-        return 1 / min_noise_multiplier(lambda inverse: epsilon_at(min(1.0, 1 / inverse)), epsilon)
+        near = group.sampling_rate  # the search begins here
+        return near / min_noise_multiplier(lambda factor: epsilon_at(min(1.0, near / factor)), epsilon)
 
     def error(self, mechanism: Mechanism) -> float:
         """The expected error of the model, by theory."""

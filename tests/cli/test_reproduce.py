@@ -60,7 +60,7 @@ def assert_refused(result: tuple[int, str, str], *words: str) -> None:
     [
         ("mnist", None, ("'mnist'", "noniid-mnist, skewed-mnist, fmnist, femnist, levels")),
         ("noniid-mnist", "fedavg", ("'fedavg'", "paper, non-private", "R = 0, 0.001", "pld")),
-        ("levels", "dp-fedavg", ("'dp-fedavg'", "extensions, three, five")),
+        ("levels", "dp-fedavg", ("'dp-fedavg'", "extensions, two, three, five")),
     ],
 )
 def test_unknown_names_are_refused_with_the_choices(reproduce, tmp_path, table, rows, words):
@@ -326,5 +326,5 @@ def test_docs_are_written(reproduce, tmp_path):
     assert code == 0
     names = ("results.md", "results/levels/table.md", "results/levels/table.png")
     assert out.split() == [str(tmp_path / name) for name in names]
-    assert "## Three and five privacy levels" in (tmp_path / "results.md").read_text()
+    assert "## Several privacy levels, and rivals" in (tmp_path / "results.md").read_text()
     assert_refused(reproduce("--docs", results, "--seeds", 3), "--docs", "--seeds")

@@ -17,6 +17,7 @@ from fedhdp.errors import RunError
 from fedhdp.experiments import Experiment, Interrupted, Progress, Watch, resume, run, run_or_resume, to_toml
 from fedhdp.privacy import accounting
 from fedhdp.results import DamagedRunError, RunDirectory, Summary, read_arrays, read_value
+from fedhdp.theory.pricing import RoughPricing
 
 
 class Crash(Exception):
@@ -82,7 +83,7 @@ def test_replayed_rounds_are_charged_twice(tmp_path):
     (variant,) = resume(tmp_path / "run", keep_going).variants
     private = variant.groups[1]
     assert (variant.rounds, private.rounds) == (8, 8 + 6 + 4)
-    mechanism = experiment.variants[0].mechanism(experiment.build_mechanism())
+    mechanism = experiment.variants[0].mechanism(experiment.build_mechanism(), RoughPricing(experiment.rounds))
     assert private.epsilon == accounting.epsilon(mechanism, 18, experiment.delta, "pld")["private"]
     with RunDirectory.open(tmp_path / "run") as directory:
         assert max(row.round for row in directory.variant(variant.name).history()) == 8

@@ -15,6 +15,7 @@ from fedhdp.privacy.costs import privacy_costs
 from fedhdp.results import Summary, VariantDirectory, read_arrays, read_value, slug
 from fedhdp.server import ServerOptimizer
 from fedhdp.simulation import Simulation
+from fedhdp.theory.pricing import RoughPricing
 
 
 def summary_of(directory) -> Summary:  # type: ignore[no-untyped-def]
@@ -88,7 +89,7 @@ def test_progress_states_the_cost_of_the_rounds_so_far(tmp_path):
         return True
 
     run(experiment, tmp_path / "run", watch)
-    mechanism = experiment.variants[0].mechanism(experiment.build_mechanism())
+    mechanism = experiment.variants[0].mechanism(experiment.build_mechanism(), RoughPricing(experiment.rounds))
     assert epsilons.pop(0) == {}
     assert list(epsilons) == list(range(1, 13))
     for rounds, epsilon in epsilons.items():

@@ -9,7 +9,8 @@ from reproduction_runs import write_runs
 
 from fedhdp.reproduction.claims import check_claims
 from fedhdp.reproduction.comparison import compare
-from fedhdp.reproduction.render import write
+from fedhdp.reproduction.page import fill_in
+from fedhdp.reproduction.render import rivals_table, write
 from fedhdp.reproduction.tables import TableRow
 
 
@@ -54,6 +55,30 @@ def test_weight_as_good_as_equal_ones_is_not_between(accuracy, verdict):
 def test_shared_noise_is_compared_with_noise_per_group():
     accuracies = {"shared noise": 92.0, "noise per group": 91.0}
     view = {("three", f"three: FedHDP, {kind}", None): {"acc_g": value} for kind, value in accuracies.items()}
-    three, five = check_claims("levels", view, [view], {}, math.inf)
+    two, _, three, rivals, *_ = check_claims("levels", view, [view], {}, math.inf)
     assert (three.verdict, three.numbers) == ("held", "shared 92.00, per group 91.00")
-    assert five.verdict == "not measured"
+    assert two.verdict == rivals.verdict == "not measured"
+
+
+@pytest.mark.parametrize(("rival", "verdict"), [(91.9, "held"), (92.1, "not held")])
+def test_fedhdp_is_compared_with_its_best_rival(rival, verdict):
+    accuracies = {"FedHDP, shared noise": 92.0, "Threshold": 80.0, "WeiAvg, ε∞=100": rival, "DP-FedAvg+Ditto": 99.0}
+    view = {("two", f"two: {row}", None): {"acc_g": value} for row, value in accuracies.items()}
+    _, claim, *_ = check_claims("levels", view, [view], {}, math.inf)
+    assert (claim.verdict, claim.numbers) == (verdict, f"FedHDP 92.00, WeiAvg, ε∞=100 {rival:.2f}")
+    assert claim.seeds_held == (verdict == "held")
+
+
+def test_page_says_which_rivals_win(tmp_path):
+    def shift(row: TableRow, seed: int) -> float:
+        return {"weiavg": 2.0 + 0.1 * seed, "gdpfed": -3.0, "idp_scale": 0.5 * (seed - 1)}.get(row.algorithm, 0.0)
+
+    comparison = compare(write_runs(tmp_path, "levels", 3, "two", shift), "levels")
+    verdicts = {row: winner for row, _, winner in rivals_table(comparison).rows}
+    assert verdicts["two: WeiAvg, ε∞=100"] == "the rival"
+    assert verdicts["two: GDPFed"] == "FedHDP"
+    assert verdicts["two: IDP-Scale, ε∞=100"] == "within the interval"
+    sentence = fill_in("{{rivals}}", comparison)
+    assert sentence.startswith("Rivals win in 2 of 9 rows: two: WeiAvg, ε∞=100 (+2.10 ±")
+    even = compare(write_runs(tmp_path / "even", "levels", 3, "two"), "levels")
+    assert fill_in("{{rivals}}", even).startswith("None of 9 rows of rivals")

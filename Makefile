@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test test-quick lint docs wheel torch install clean lock flower-demo bench
+.PHONY: run test test-quick lint docs wheel torch browser install clean lock flower-demo bench
 
 run: install
 	$(BIN)/fedhdp run $(ARGS)
@@ -35,6 +35,13 @@ wheel: install  # build a wheel, install it into an empty environment, and train
 torch: install  # PyTorch, for the examples that need it and their tests
 	$(BIN)/python -c "import torch" 2>/dev/null || \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+
+browser: install  # Chromium and playwright, for the tests of pages; without root they need Chromium to be there
+	$(BIN)/python -c "import playwright" 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock playwright
+	command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+		{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } || \
+		echo "no Chromium: tests of pages are skipped"
 
 install: .venv/installed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -215,8 +216,8 @@ def read_study(directories: Iterable[Path], public: bool = False) -> Study:
                 publishable(variant, mechanism_of(variant.result, part.raw), groups_with_noise(part.raw))
                 for variant in part.variants
             ]
-    several = len({run.label for run in runs}) > 1
-    prefix = {run.label: f"{Path(run.label).name}: " if several else "" for run in runs}
+    runs = [RepeatedRun(label, run.runs) for label, run in zip(_labels(runs), runs, strict=True)]
+    prefix = {run.label: f"{run.label}: " if len(runs) > 1 else "" for run in runs}
     variants = [(run, seeds) for run in runs for seeds in run.variants()]
     algorithms = [seeds[0].result.algorithm for _, seeds in variants]
     rows = []
@@ -229,6 +230,13 @@ def read_study(directories: Iterable[Path], public: bool = False) -> Study:
     groups = list(dict.fromkeys(group.name for row in rows for group in reversed(row.result.groups)))
     server_is_public = not any(variant.result.server_has_client_data for _, seeds in variants for variant in seeds)
     return Study(runs, rows, groups, rows[0].result.metrics[0], public, server_is_public)
+
+
+def _labels(runs: Sequence[RepeatedRun]) -> list[str]:
+    """Names of runs without the folders that they share: a page that is mailed does not say where they lay."""
+    paths = [Path(run.label).absolute() for run in runs]
+    shared = Path(os.path.commonpath([path.parent for path in paths]))
+    return [path.relative_to(shared).as_posix() for path in paths]
 
 
 def _style(algorithms: Sequence[str], number: int) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from fedhdp.errors import RunError
@@ -14,6 +15,7 @@ from fedhdp.results import comparison
 from fedhdp.results.series import Lines, Series, is_number, make_lines
 from fedhdp.results.tables import format_latex, format_markdown
 
+FOLDERS = re.compile(r"(?<![\w.])/(?:[^\s/:]+/)+")  # of a path: a page that is mailed does not say where files lay
 SWEPT = {"weight": "weight r", "pull": "pull λ"}
 
 
@@ -77,12 +79,12 @@ def _sweep_line(study: Study, series: Series, numbers: Sequence[float], number: 
 def table_section(study: Study, notes: Html) -> Section:
     """The table with all its columns, and texts to copy."""
     runs = study.runs
-    header, rows = comparison.combined_cells(runs)
     texts = min(2, len(runs))
+    header, rows = _without_empty(*comparison.combined_cells(runs), texts)
     private = [i for i, column in enumerate(header) if i >= texts and not _is_public(study, column)]
     cells = [[name(cell) if i < texts else cell for i, cell in enumerate(row)] for row in rows]
     shown = table(header, cells, texts, sortable=True, private_columns=private)
-    lines = [text for text in (comparison.describe_seeds(runs), *comparison.notes(runs)) if text]
+    lines = [FOLDERS.sub("", text) for text in (comparison.describe_seeds(runs), *comparison.notes(runs)) if text]
     copies = {
         "CSV": comparison.format_csv(comparison.mean_rows(runs)),
         "Markdown": format_markdown(header, rows, lines, texts),
@@ -102,6 +104,12 @@ def table_section(study: Study, notes: Html) -> Section:
     return Section(
         "table", "The table", legend, [Panel("All variants", body, "mixed" if is_mixed else "public", wide=True)]
     )
+
+
+def _without_empty(header: list[str], rows: list[list[str]], texts: int) -> tuple[list[str], list[list[str]]]:
+    """The cells without columns in which nothing was measured."""
+    kept = [i for i in range(len(header)) if i < texts or any(row[i] != "–" for row in rows)]
+    return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def _is_public(study: Study, column: str) -> bool:

@@ -34,10 +34,10 @@ def billing_of(mechanism: Mechanism, ledger: Ledger, accountant: str = "rdp") ->
     return RunBilling(mechanism, ledger, "run", **options)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     epsilon=st.floats(0.3, 12),
-    rounds=st.integers(1, 40),
+    rounds=st.integers(1, 20),
     rate=st.sampled_from([0.01, 0.1, 0.5, 1.0]),
     clip=st.sampled_from([1.0, AdaptiveClip(0.5), AdaptiveClip(0.5, bit_noise_stddev=400.0)]),
     noise=st.sampled_from(["shared", "per_group"]),

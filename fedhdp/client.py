@@ -30,6 +30,7 @@ from fedhdp.models import Array, Parameters
 from fedhdp.optimizers import OptimizerConfig, as_optimizer, as_schedule, value_at
 
 LEARNING_RATE = 0.5  # of plain SGD, where none is given
+MAX_COUNT = 10**6  # epochs, examples of a batch
 UNROLLED = 4  # the largest number of batches in an epoch that are compiled one by one
 
 
@@ -70,13 +71,13 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optimizer: Any = None
 
     def __post_init__(self) -> None:
-        require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
-        require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        for field in ("epochs", "batch_size", "decay_every"):  # the engine counts steps in 32 bits
+            number = getattr(self, field)
+            require(1 <= number <= MAX_COUNT, field, number, f"between 1 and {MAX_COUNT:,}")
         if self.personal_epochs is not None:
             valid = 1 <= self.personal_epochs <= self.epochs
             require(valid, "personal_epochs", self.personal_epochs, f"between 1 and epochs ({self.epochs})")
         require(0 < self.decay <= 1, "decay", self.decay, "above 0 and at most 1")
-        require(self.decay_every >= 1, "decay_every", self.decay_every, "at least 1")
         self._check_rates()
         require(0 <= self.proximal < math.inf, "proximal", self.proximal, "finite and at least 0")
         if (rates := self._sgd_rates()) is not None:

@@ -30,6 +30,7 @@ from fedhdp.engine.placement import Placement, make_slot_table
 from fedhdp.engine.round import Engine, EngineConfig, ExampleArrays, RoundParamsBatch
 from fedhdp.errors import ModelError, RunError, require
 from fedhdp.mechanism import Mechanism, ScheduledMechanism, mechanism_at
+from fedhdp.memory import TRAINED_COPIES, require_memory
 from fedhdp.models import Array, Model, Parameters, name_parameters, parameter_sizes, unname_parameters
 from fedhdp.results.metrics import MetricRow, clip_rows, evaluation_rows, round_rows
 from fedhdp.results.schema import MetricInfo, SimulationResult
@@ -122,6 +123,9 @@ class Simulation:
         self.metrics = tuple(MetricInfo(metric.name, metric.higher_is_better, metric.percent) for metric in metrics)
         config = engine_config(data, model, self.training, self.run_of)
         sizes = parameter_sizes(jax.eval_shape(model.init, jax.random.key(0)))
+        require_memory(
+            TRAINED_COPIES * 4 * sum(sizes.values()) * len(runs), "model", f"{sum(sizes.values()):,} parameters"
+        )
         config = config._replace(layers=server.make_layers(self.mechanism, sizes), exact=self._arithmetic == "exact")
         self.engine = _engine(model, self.training, self.server_optimizer, config)
         personalize = self.training.personalize

@@ -17,17 +17,17 @@ PACKAGE = ROOT / "fedhdp"
 
 RULE = """
 cli → reproduction, flower, report → experiments → simulation, datasets, theory, basis
-simulation → engine, results → privacy        adapters, basis → models
-engine → client, server, exact → models, metrics, optimizers, data, rng, devices
+simulation → engine, results → privacy        adapters, basis → models        results, datasets → archives → memory
+engine → client, server, exact → models, metrics, optimizers, data, rng, devices, memory
 theory → algorithms, privacy → mechanism        datasets → data, devices, mechanism        (privacy, theory, results: no JAX)
-client, server, exact, algorithms → mechanism → clips   models, metrics, optimizers, data, rng, devices → nothing but errors
+client, server, exact, algorithms → mechanism → clips   models, metrics, optimizers, data, rng, devices, memory → only errors
 """  # a part may import what is to the right of an arrow, and what that may import
 
 
 def allowed_imports() -> dict[str, set[str]]:
     """For each part of the package, the parts that it may import."""
     direct: dict[str, set[str]] = {}
-    for chain in re.split(r"\n|\s{3,}", re.sub(r"\(.*?\)|nothing but errors", "", RULE)):
+    for chain in re.split(r"\n|\s{3,}", re.sub(r"\(.*?\)|only errors", "", RULE)):
         columns = [{name.strip() for name in column.split(",") if name.strip()} for column in chain.split("→")]
         for left, right in itertools.pairwise(columns):
             for name in left:

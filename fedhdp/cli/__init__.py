@@ -19,6 +19,7 @@ from fedhdp.cli import account, audit, data, ledger, plan, report, reproduce, ru
 from fedhdp.errors import FedHDPError
 
 MAX_VALUE_LENGTH = 200  # of a value in an error's line
+MAX_LINE_LENGTH = 2000
 
 app = typer.Typer(
     name="fedhdp",
@@ -59,7 +60,8 @@ def main() -> None:
         message = error.format_message()
     except (FedHDPError, OSError) as error:
         message = _cut_value(error)
-    print(f"fedhdp: {message}".replace("\n", " "), file=sys.stderr)
+    line = f"fedhdp: {message}".replace("\n", " ")
+    print(line if len(line) <= MAX_LINE_LENGTH else f"{line[:MAX_LINE_LENGTH]}…", file=sys.stderr)
     sys.exit(2)
 
 

@@ -10,6 +10,7 @@ import typer
 
 from fedhdp.errors import ConfigError, FedHDPError
 
+MAX_SEEDS = 10_000
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -20,6 +21,10 @@ def parse_seeds(text: str, hint: str = "") -> range:
         message = f"--seeds must be a number of seeds, or a range such as 2-4, got {text!r}"
         raise ConfigError(message, "--seeds", text)
     first, last = match.groups()
+    longest = max(len(first), len(last or ""))
+    if longest > 10 or int(last or 0) >= 2**31 or int(last or first) - (int(first) if last else 0) > MAX_SEEDS:
+        message = f"--seeds must be at most {MAX_SEEDS:,} seeds below 2**31, got {text!r}{hint}"
+        raise ConfigError(message, "--seeds", text)
     seeds = range(int(first)) if last is None else range(int(first), int(last) + 1)
     if not seeds:
         raise ConfigError(f"--seeds must be at least one seed, got {text!r}{hint}", "--seeds", text)

@@ -105,8 +105,9 @@ def run(
     if allow_more_epsilon:
         raise ConfigError("--allow-more-epsilon needs --resume and --rounds", "--allow-more-epsilon", True)
     use_compilation_cache()
+    several = None if seeds is None else parse_seeds(seeds)
     value, directory = _experiment(experiment or "quickstart", changes, out)
-    _run(value, directory, None if seeds is None else parse_seeds(seeds), json)
+    _run(value, directory, several, json)
 
 
 def _experiment(name: str, changes: dict[str, Any], out: Path | None) -> tuple[Experiment, Path]:

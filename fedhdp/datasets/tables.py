@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fedhdp.archives import array_names, read_npz
 from fedhdp.data import FederatedData
 from fedhdp.errors import DataError, FedHDPError
 
@@ -102,17 +102,16 @@ def load_npz(path: str | Path, test: float | None = 0.2, server: float | None = 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     """The arrays of `PARTS`, each part whole or absent, and level."""
     _check_file(path)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = [name.removesuffix(".npy") for name in archive.namelist()]
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in names}
-    except Exception as error:  # zlib, zipfile and NumPy's reader of headers raise anything on damaged files
-        reason = str(error).partition("\n")[0]
-        raise DataError(f"it cannot be read as npz: {reason}", "path", str(path)) from error
     known = {"level", *(name for part in PARTS.values() for name in part)}
-    for name in sorted(arrays.keys() - known):
-        raise DataError(f"the arrays must be among {', '.join(sorted(known))}, got {name!r}", "path", name)
+    try:
+        names = array_names(path)
+        for name in sorted(set(names) - known):
+            raise DataError(f"the arrays must be among {', '.join(sorted(known))}, got {name!r}", "path", name)
+        arrays = read_npz(path)
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DataError(f"it cannot be read as npz: {error}", "path", str(path)) from error
     for part in PARTS.values():
         for name in part:
             if name not in arrays and (part == PARTS["train"] or arrays.keys() & set(part)):

@@ -26,8 +26,11 @@ from fedhdp.errors import ConfigError, DataError, ModelError, require
 from fedhdp.experiments.bases import BasisConfig
 from fedhdp.experiments.file_data import ArraysData, TableData, opted_out
 from fedhdp.experiments.groups import skewed_clients, with_skewed_levels
+from fedhdp.memory import TRAINED_COPIES, require_memory
 from fedhdp.models import Model, cnn, linear, mlp
 from fedhdp.privacy.calibration import MechanismConfig
+
+IMAGE_INPUTS = 784  # pixels of the built-in data's images
 
 
 class PythonFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -96,6 +99,12 @@ def _errors_located(file: str) -> Iterator[None]:
         raise ConfigError(f"{place}: {type(error).__name__}: {error}", "file", file) from error
 
 
+def _require_images(clients: int, images: int, others: int = 0) -> None:
+    """Refuse more images, of a byte for each pixel, than this machine's memory holds."""
+    require_memory(IMAGE_INPUTS * clients * images, "clients", clients)
+    require_memory(IMAGE_INPUTS * others, "server_test", others)
+
+
 class HandwritingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="handwriting"):
     """The embedded handwriting."""
 
@@ -107,6 +116,9 @@ class HandwritingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     classes: Literal[10, 62] = 10
     sizes: Literal["alike", "tff"] = "alike"  # tff: as many examples as the clients of TFF's federated EMNIST have
     validation: float = 0.0  # the share of its train examples that a client holds out, to choose its pull by
+
+    def __post_init__(self) -> None:
+        _require_images(self.clients, self.samples + self.test_samples, self.server_test)
 
     def load(self, mechanism: MechanismConfig, seed: int) -> FederatedData:
         """Render the data; in the skewed split, the clients of the first group hold one digit."""
@@ -130,6 +142,9 @@ class MnistConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     test_samples: int = 100
     split: Split = "one_digit"
     validation: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_images(self.clients, self.samples + self.test_samples)
 
     def load(self, mechanism: MechanismConfig, seed: int) -> FederatedData:
         """Read the data; in the skewed split, the clients of the first group hold a 7."""
@@ -189,9 +204,15 @@ class MlpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     def __post_init__(self) -> None:
         require(self.hidden >= 1, "hidden", self.hidden, "at least 1")
+        require_memory(TRAINED_COPIES * 4 * self.hidden, "hidden", self.hidden)
+
+    def require_memory(self, inputs: int) -> None:
+        """Refuse a network that this machine cannot hold."""
+        require_memory(TRAINED_COPIES * 4 * self.hidden * inputs, "model.hidden", self.hidden)
 
     def build(self, inputs: int, classes: int) -> Model:
         """Build the model."""
+        self.require_memory(inputs)
         return mlp(inputs, self.hidden, classes)
 
 
@@ -201,7 +222,7 @@ class CnnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     kernel: int = 3
 
     def __post_init__(self) -> None:
-        require(self.kernel >= 1, "kernel", self.kernel, "at least 1")
+        require(1 <= self.kernel <= 999, "kernel", self.kernel, "between 1 and 999")
 
     def build(self, inputs: int, classes: int) -> Model:
         """Build the model."""

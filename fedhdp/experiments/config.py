@@ -16,7 +16,15 @@ from fedhdp.data import FederatedData
 from fedhdp.devices import use_cpu_cores
 from fedhdp.errors import ConfigError, DataError, InvalidValueError, require
 from fedhdp.experiments.bases import BasisConfig, MatrixBasis
-from fedhdp.experiments.components import BuiltInData, DataConfig, MlpConfig, ModelConfig, PythonFile, describe_data
+from fedhdp.experiments.components import (
+    IMAGE_INPUTS,
+    BuiltInData,
+    DataConfig,
+    MlpConfig,
+    ModelConfig,
+    PythonFile,
+    describe_data,
+)
 from fedhdp.experiments.errors import FieldNames, config_error
 from fedhdp.experiments.file_data import DataFiles
 from fedhdp.experiments.groups import group_counts, group_sizes, with_group_levels
@@ -92,14 +100,17 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sweep: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
-        require(self.rounds >= 1, "rounds", self.rounds, "at least 1")
+        require(1 <= self.rounds < 2**31, "rounds", self.rounds, "at least 1 and below 2**31")
         require(0 <= self.seed < 2**31, "seed", self.seed, "at least 0 and below 2**31")
         if self.noise_seed is not None:
             require(0 <= self.noise_seed < 2**31, "noise_seed", self.noise_seed, "at least 0 and below 2**31")
-        require(self.evaluate_every >= 1, "evaluate_every", self.evaluate_every, "at least 1")
+        within = 1 <= self.evaluate_every < 2**31
+        require(within, "evaluate_every", self.evaluate_every, "at least 1 and below 2**31")
         require(self.checkpoint_seconds >= 0, "checkpoint_seconds", self.checkpoint_seconds, "at least 0")
         require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
         require(0 <= self.data.validation < 1, "data.validation", self.data.validation, "at least 0 and below 1")
+        if isinstance(self.data, BuiltInData) and isinstance(self.model, MlpConfig) and self.model.basis is None:
+            self.model.require_memory(IMAGE_INPUTS)
         self._check_metrics()
         check_names(self.loggers)
         require_tables(self.training.optimizer, "training.optimizer")

@@ -76,6 +76,20 @@ def config_error(
     return ConfigError(f"{source}: {message}" if source else message, field or None, value)
 
 
+def refuse_nul(raw: Any, source: str, path: str = "") -> None:
+    """Refuse texts with a NUL, which no path and no name can have.
+
+    Raises:
+        ConfigError: If there is one among the values or keys.
+    """
+    items = raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
+    for key, value in items:
+        field = _join(path, str(key)) if isinstance(raw, dict) else path
+        if any(isinstance(text, str) and "\0" in text for text in (key, value)):
+            raise ConfigError(f"{source}: {field!r} must be without a NUL, got {value!r}", field, value)
+        refuse_nul(value, source, field)
+
+
 def _with_keys(path: str, message: str, raw: Any, kind: Any) -> str:
     """A path with the keys of tables, for which msgspec has ``[...]``: those whose entry alone gives the same error."""
     while "[...]" in path:

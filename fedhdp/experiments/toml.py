@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from fedhdp.errors import ConfigError
 from fedhdp.experiments.components import COMPONENT_NAMES
 from fedhdp.experiments.config import FIELDS, Experiment
-from fedhdp.experiments.errors import config_error
+from fedhdp.experiments.errors import config_error, refuse_nul
 from fedhdp.results.store import EXPERIMENT_FILE
 
 
@@ -26,8 +26,9 @@ def from_toml(text: str, source: str) -> Experiment:
     """
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         raise ConfigError(f"{source}: not TOML: {error}") from error
+    refuse_nul(raw, source)
     raw.setdefault("name", Path(source).stem)
     for table, names in COMPONENT_NAMES.items():
         if isinstance(raw.get(table), dict):

@@ -21,7 +21,7 @@ from fedhdp.client import LocalTraining
 from fedhdp.clips import Clip, parse_clip
 from fedhdp.errors import ConfigError, require
 from fedhdp.experiments.config import FIELDS
-from fedhdp.experiments.errors import config_error
+from fedhdp.experiments.errors import config_error, refuse_nul
 from fedhdp.experiments.toml import without_none
 from fedhdp.mechanism import Arithmetic, Mechanism, Noise, PrivacyGroup
 from fedhdp.metrics import is_metric_name
@@ -93,7 +93,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     def __post_init__(self) -> None:
         require(self.out != "", "out", self.out, "a directory")
         require(self.ledger != "", "ledger", self.ledger, "a file")
-        require(self.rounds >= 1, "rounds", self.rounds, "at least 1")
+        require(1 <= self.rounds < 2**31, "rounds", self.rounds, "at least 1 and below 2**31")
         msgspec.structs.force_setattr(self, "clip", parse_clip(self.clip))
         require(len(self.levels) >= 1, "levels", self.levels, "at least one level")
         require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
@@ -126,6 +126,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         for key, value in run_config.items():
             if not key.startswith("app."):
                 _insert(fields, key, value)
+        refuse_nul(fields, "run_config")
         if isinstance(metrics := fields.get("metrics"), str):  # a run configuration has no lists
             fields["metrics"] = [name.strip() for name in metrics.split(",")]
         try:

@@ -17,6 +17,7 @@ from typing import IO, Any, BinaryIO
 import msgspec
 import numpy as np
 
+from fedhdp.archives import read_npz
 from fedhdp.errors import RunError
 
 try:
@@ -67,9 +68,8 @@ def read_arrays(path: Path, names: Iterable[str] | None = None) -> dict[str, np.
         DamagedRunError: If the file is missing or damaged.
     """
     try:
-        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
-            return {name: file[name] for name in (file.files if names is None else names)}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        return read_npz(path, names)
+    except (OSError, ValueError, KeyError) as error:
         raise DamagedRunError(f"{path} is damaged: {error}") from error
 
 

@@ -5,11 +5,11 @@ Axis letters: K clients, N images.
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 
 import numpy as np
 
+from fedhdp.archives import array_names, read_npz
 from fedhdp.datasets.cache import write_dataset
 from fedhdp.datasets.femnist import CLASSES, SIDE, create_part
 from fedhdp.datasets.importers import refuse_damaged
@@ -37,9 +37,8 @@ def describe_mismatch(path: Path) -> str:
 
 def import_npz(dataset: str, path: Path, sha256: str, directory: Path | None = None) -> None:
     """Store a dataset of `ARRAYS_OF` from its npz; arrays that do not fit each other are refused."""
-    # zlib, zipfile and NumPy's reader of headers raise anything on damaged files.
-    with refuse_damaged(path, Exception), np.load(path, allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
+    with refuse_damaged(path, OSError, ValueError):
+        arrays = read_npz(path)
     if dataset == "mnist-writers":
         _check_writers(path, arrays)
     else:
@@ -57,8 +56,8 @@ def import_npz(dataset: str, path: Path, sha256: str, directory: Path | None = N
 
 
 def _array_names(path: Path) -> set[str]:
-    with refuse_damaged(path, Exception), zipfile.ZipFile(path) as archive:
-        return {name.removesuffix(".npy") for name in archive.namelist()}
+    with refuse_damaged(path, OSError, ValueError):
+        return set(array_names(path))
 
 
 def _check_writers(path: Path, arrays: dict[str, np.ndarray]) -> None:

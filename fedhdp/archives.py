@@ -1,0 +1,104 @@
+"""NumPy's npz archives, checked before they are unpacked: what a file declares is all that it can cost."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from numpy.lib import format as npy
+
+from fedhdp.memory import require_memory
+
+MAX_MEMBERS = 100_000
+
+
+def array_names(path: Path) -> list[str]:
+    """The names of the arrays of an npz.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
+    try:
+        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+            return [info.filename.removesuffix(".npy") for info in archive.infolist()]
+    except Exception as error:  # zipfile raises anything on damaged files
+        raise ValueError(_reason(error)) from error
+
+
+def read_npz(path: Path, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+    """Read the arrays of an npz.
+
+    Args:
+        path: The file.
+        names: The arrays to read. None: all, where every member must be an array.
+
+    Returns:
+        The arrays by name. Beside them next to no memory is needed.
+
+    Raises:
+        ValueError: If the file is damaged, a member is no array, or they are larger than this machine's memory. Nothing has
+            been unpacked then but headers.
+        KeyError: If an array of these names is missing.
+    """
+    with open(path, "rb") as file:
+        try:
+            return _read(file, names)
+        except _MissingArrayError:
+            raise
+        except Exception as error:  # zlib, zipfile and NumPy's reader of headers raise anything on damaged files
+            raise ValueError(_reason(error)) from error
+
+
+class _MissingArrayError(KeyError):
+    """An array that was asked for is not there."""
+
+
+def _read(file: IO[bytes], names: Iterable[str] | None) -> dict[str, np.ndarray]:
+    with zipfile.ZipFile(file) as archive:
+        members = {info.filename: info for info in archive.infolist()}
+        if len(members) < len(archive.infolist()) or len(members) > MAX_MEMBERS:
+            raise ValueError(f"it has {len(archive.infolist())} members, some of the same name")
+        wanted = [name.removesuffix(".npy") for name in members] if names is None else list(names)
+        missing = [name for name in wanted if f"{name}.npy" not in members]
+        if missing and names is not None:
+            raise _MissingArrayError(missing[0])
+        if missing:
+            raise ValueError(f"{missing[0][:80]!r} is no array")
+        sizes = [_declared_size(archive, members[f"{name}.npy"]) for name in wanted]
+        require_memory(sum(sizes), "its arrays", f"{len(sizes)} arrays")
+        arrays = {}
+        for name in wanted:
+            with archive.open(f"{name}.npy") as member:
+                arrays[name] = npy.read_array(member, allow_pickle=False)
+                member.read(1)  # the end, where the checksum is compared
+        return arrays
+
+
+def _declared_size(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> int:
+    """The bytes of a member's array by its header, which must be what the archive says that it unpacks to."""
+    with archive.open(info) as member:
+        shape, dtype = _read_header(member)
+        header = member.tell()
+    if dtype.hasobject:
+        raise ValueError(f"{info.filename!r} is an array of objects, not of numbers or text")
+    size: int = math.prod(map(int, shape)) * dtype.itemsize
+    if size != info.file_size - header or min(shape, default=0) < 0:
+        raise ValueError(f"{info.filename!r} declares an array of {size} bytes and has {info.file_size - header}")
+    return size
+
+
+def _read_header(member: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
+    version = npy.read_magic(member)
+    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
+    if read is None:
+        raise ValueError(f"arrays of the version {version} of npy are not read")
+    shape, _, dtype = read(member)
+    return shape, dtype
+
+
+def _reason(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200] or type(error).__name__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +13,11 @@ from fedhdp.errors import ConfigError, FedHDPError
 
 MAX_SEEDS = 10_000
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+Report = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE", help="Also write a page to this file, and print its path last."),
+]
 
 
 def parse_seeds(text: str, hint: str = "") -> range:

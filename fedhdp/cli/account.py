@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from fedhdp.cli._options import Json
+from fedhdp.cli._options import Json, Report
 from fedhdp.cli._output import console, delta_warnings, epsilon_text, new_table, print_json, print_table
+from fedhdp.cli.report import write_file
 from fedhdp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ def account(
         float, typer.Option(help="Distribution of the number of runs: inf Poisson, 1 geometric, 0 logarithmic.")
     ] = math.inf,
     json: Json = False,
+    report: Report = None,
 ) -> None:
     """Compute the epsilon of noise, the noise for an epsilon, or the epsilons of an experiment or a Flower app.
 
@@ -94,13 +97,13 @@ def account(
             if value is not None:
                 message = f"{name} must not be given with {experiment}, which has its own, got {value}"
                 raise ConfigError(message, name, value)
-        _account_named(experiment, rounds, delta, tuning, json)
+        _account_named(experiment, rounds, delta, tuning, json, report)
         return
     if (noise_multiplier is None) == (epsilon is None):
         values = "neither" if epsilon is None else f"{noise_multiplier:g} and --epsilon {epsilon:g}"
         message = f"--noise-multiplier or --epsilon must be given, or an experiment, got {values}"
         raise ConfigError(message, "--noise-multiplier", noise_multiplier)
-    report = account_rounds(
+    result = account_rounds(
         _required("--sampling-rate", sampling_rate),
         _required("--rounds", rounds),
         1e-4 if delta is None else delta,
@@ -111,7 +114,11 @@ def account(
         sampling=sampling or "poisson",
         tuning=tuning,
     )
-    print_json(report) if json else _print_rounds(report)
+    print_json(result) if json else _print_rounds(result)
+    if report is not None:
+        from fedhdp.report.cost_page import rounds_page
+
+        write_file(report, rounds_page(result), json)
 
 
 def _required(name: str, value: Number | None) -> Number:
@@ -121,7 +128,9 @@ def _required(name: str, value: Number | None) -> Number:
     return value
 
 
-def _account_named(name: str, rounds: int | None, delta: float | None, tuning: Tuning | None, json: bool) -> None:
+def _account_named(
+    name: str, rounds: int | None, delta: float | None, tuning: Tuning | None, json: bool, page: Path | None
+) -> None:
     import msgspec
 
     from fedhdp.results.store import EXPERIMENT_FILE
@@ -134,22 +143,23 @@ def _account_named(name: str, rounds: int | None, delta: float | None, tuning: T
         if tuning is not None:
             message = f"--tuning-trials must not be given with {name}, a Flower app, got {tuning.trials:g}"
             raise ConfigError(message, "--tuning-trials", tuning.trials)
-        _account_app(Deployment.from_app(path, **changes), json)
+        _account_app(Deployment.from_app(path, **changes), json, page)
     else:
         from fedhdp.experiments import EXPERIMENTS, expand, with_options
         from fedhdp.experiments.toml import find
 
         name = str(path / EXPERIMENT_FILE) if path.is_dir() else name  # the directory of a run
         experiments = expand(with_options(find(name, EXPERIMENTS), changes))
-        if json and len(experiments) > 1:
-            message = f"--json is of one experiment, and the sweep of {name} makes {len(experiments)}"
-            raise ConfigError(message, "--json", len(experiments))
+        if (json or page is not None) and len(experiments) > 1:
+            option = "--json" if json else "--report"
+            message = f"{option} is of one experiment, and the sweep of {name} makes {len(experiments)}"
+            raise ConfigError(message, option, len(experiments))
         for part, experiment in experiments.items():
             full_name = f"{experiment.name} {part}".strip()
-            _account_experiment(msgspec.structs.replace(experiment, name=full_name), tuning, json)
+            _account_experiment(msgspec.structs.replace(experiment, name=full_name), tuning, json, page)
 
 
-def _account_experiment(experiment: Experiment, tuning: Tuning | None, json: bool) -> None:
+def _account_experiment(experiment: Experiment, tuning: Tuning | None, json: bool, page: Path | None) -> None:
     from fedhdp.privacy.reports import account_mechanisms
 
     data = experiment.load_if_needed()
@@ -163,23 +173,34 @@ def _account_experiment(experiment: Experiment, tuning: Tuning | None, json: boo
     reports = account_mechanisms(variants, experiment.rounds, experiment.delta_of, accountant, targets, tuning)
     allowed = _rounds_allowed(experiment, mechanisms)
     drops_groups = experiment.on_budget_exhausted == "drop_group" and bool(experiment.budgets)
+    notes = _notes(experiment, weights, allowed)
     if json:
         trials = None if tuning is None else str(tuning)
         header = {"experiment": experiment.name, "accountant": accountant, "tuning": trials, "theory_weights": weights}
         run = {"drops_groups": drops_groups, "repeatable": experiment.repeatable, "rounds_allowed": allowed}
         print_json(header | run | {"mechanisms": reports})
-        return
-    _print_mechanisms(experiment.name, reports, tuning, drops_groups)
+    else:
+        _print_mechanisms(experiment.name, reports, tuning, drops_groups)
+        for note in notes:
+            console().print(note, style="yellow")
+    if page is not None:
+        from fedhdp.report.cost_page import mechanisms_page
+
+        write_file(page, mechanisms_page(experiment.name, reports, notes), json)
+
+
+def _notes(experiment: Experiment, weights: Mapping[str, float], allowed: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """What else a reader of an experiment's epsilons must know."""
+    notes = []
     if set(weights.values()) - {1.0}:
         parts = ", ".join(f"{name} {weight:.3g}" for name, weight in weights.items())
-        console().print(f"Weights that no group or variant states are the theory's: {parts}.")
+        notes.append(f"Weights that no group or variant states are the theory's: {parts}.")
     for variant, rounds in allowed.items():
         for group, number in rounds.items():
             if number < experiment.rounds:
                 text = f"{variant}: the budget of {group} allows {number} of {experiment.rounds} rounds"
-                console().print(f"{text}, after what the ledger and earlier variants charge.", style="yellow")
-    if experiment.repeatable:
-        console().print(REPEATABLE, style="yellow")
+                notes.append(f"{text}, after what the ledger and earlier variants charge.")
+    return [*notes, REPEATABLE] if experiment.repeatable else notes
 
 
 def _rounds_allowed(experiment: Experiment, mechanisms: list[ScheduledMechanism]) -> dict[str, dict[str, int]]:
@@ -202,7 +223,7 @@ def _rounds_allowed(experiment: Experiment, mechanisms: list[ScheduledMechanism]
     return dict(zip(names, allowed, strict=True))
 
 
-def _account_app(deployment: Deployment, json: bool) -> None:
+def _account_app(deployment: Deployment, json: bool, page: Path | None) -> None:
     from fedhdp.privacy.costs import ADJACENCY
     from fedhdp.privacy.reports import account_levels
 
@@ -222,6 +243,10 @@ def _account_app(deployment: Deployment, json: bool) -> None:
         print_json(header | {"levels": levels})
     else:
         _print_levels(deployment, mechanism.sampling, levels)
+    if page is not None:
+        from fedhdp.report.cost_page import levels_page
+
+        write_file(page, levels_page(deployment.name, levels, deployment.rounds, mechanism.sampling), json)
 
 
 def _print_levels(deployment: Deployment, sampling: Sampling, levels: list[LevelReport]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedhdp.cli._options import Json
+from fedhdp.cli._options import Json, Report
 from fedhdp.cli._output import console, error_console, new_table, print_json, print_table
 from fedhdp.errors import ConfigError
 
@@ -42,6 +42,7 @@ def audit(
     ] = 0.999,
     seed: Annotated[int, typer.Option(help="Seed of the canaries' coins; the noise has none.")] = 0,
     json: Json = False,
+    page: Report = None,
 ) -> None:
     """Try to refute the epsilons of an experiment: lower bounds by attack, and measurements of the noise.
 
@@ -72,6 +73,11 @@ def audit(
         report = replace(of_experiment, mutants=results, holds=of_experiment.holds and caught)
     assert report is not None
     print_json(report) if json else _print(report)
+    if page is not None:
+        from fedhdp.cli.report import write_file
+        from fedhdp.report.audit_page import audit_page
+
+        write_file(page, audit_page(report), json)
     if not report.holds:
         raise typer.Exit(1)
 

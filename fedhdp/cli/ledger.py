@@ -56,6 +56,27 @@ def show(
 
 
 @app.command()
+def report(
+    file: File,
+    delta: Annotated[float, typer.Option(help="The delta for groups without a budget; a budget has its own.")] = 1e-4,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page. Default: the ledger's name with .html.")
+    ] = None,
+) -> None:
+    """Write a page of what was spent over time by each group, what is left, and for how many weeks.
+
+    Example: `fedhdp ledger report population.ledger`
+    """
+    from fedhdp.cli.report import write_file
+    from fedhdp.privacy.ledger import Ledger
+    from fedhdp.report.ledger_page import ledger_page
+
+    with Ledger(file, read_only=True) as ledger:
+        page = ledger_page(ledger, delta)
+    write_file(out or file.with_name(f"{file.name}.html"), page)
+
+
+@app.command()
 def promise(
     file: File,
     group: Annotated[str, typer.Argument(metavar="GROUP", help="The group's name in its runs.")],

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from fedhdp.cli._options import Json
+from fedhdp.cli._options import Json, Report
 from fedhdp.cli._output import console, delta_warnings, epsilon_text, new_table, print_json, print_table
 from fedhdp.errors import ConfigError, InvalidValueError
 
@@ -49,6 +48,7 @@ def plan(
     ] = "pld",
     json: Json = False,
     toml: Annotated[bool, typer.Option("--toml", help="Print an experiment for `fedhdp run`.")] = False,
+    report: Report = None,
 ) -> None:
     """Plan before running: the noise and weight of each privacy level, and what it costs the others.
 
@@ -81,6 +81,11 @@ def plan(
         _print_comparison(plans)
     else:
         _print(result)
+    if report is not None:
+        from fedhdp.cli.report import write_file
+        from fedhdp.report.cost_page import plan_page
+
+        write_file(report, plan_page(plans), json or toml)
 
 
 def _parse_sets(levels: list[str], compare: list[str]) -> dict[str, list[LevelShare]]:
@@ -116,12 +121,14 @@ def _parse_level(text: str, option: str = "--level") -> LevelShare:
 
 
 def _print(plan: Plan) -> None:
+    from fedhdp.theory.planning import describe_gain
+
     out = console()
     _print_head(out, plan)
     _print_levels(out, {"": plan})
     _print_errors(out, plan)
     _print_costs(out, plan)
-    out.print(_compare_with_strictest(plan))
+    out.print(describe_gain(plan))
 
 
 def _print_comparison(plans: dict[str, Plan]) -> None:
@@ -199,13 +206,3 @@ def _print_costs(out: Console, plan: Plan) -> None:
 
 def _format_error(estimate: ErrorEstimate | None) -> str:
     return "–" if estimate is None else f"{estimate.error:.3g}"
-
-
-def _compare_with_strictest(plan: Plan) -> str:
-    """One sentence: the error of DP-FedAvg, which gives all clients the strictest level."""
-    strictest = max(plan.levels, key=lambda level: level.noise_multiplier)
-    if strictest.opted_out:
-        return "All clients opted out, so there is no noise."
-    ratio = plan.error_estimates["dp_fedavg"].error / plan.error_estimates["fedhdp"].error
-    comparison = "the same" if math.isclose(ratio, 1, rel_tol=0.005) else f"{ratio:.2g} times the planned one"
-    return f"With all clients at the level {strictest.name!r}, which is DP-FedAvg, the error is {comparison}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -74,13 +75,38 @@ def watch(
             return
 
 
-def write_page(directory: Path, published: list[tuple[str, float]] | None = None, json: bool = False) -> None:
-    """Write the page of a finished run into its directory, and print its path as the last line."""
-    from fedhdp.report.run_page import write_run_page
-    from fedhdp.results.store import REPORT_FILE
+def write_file(path: Path, page: str, json: bool = False) -> None:
+    """Write a page to a file, and print its path as the last line: on standard error beside a JSON document."""
+    from fedhdp.results.store import atomic_write
 
-    path = write_run_page([directory], directory / REPORT_FILE, published=published or ())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, page.encode())
+    _print_path(path, json)
+
+
+def _print_path(path: Path, json: bool) -> None:
     if json:  # standard output is one document
         error_console().print(f"page: {path}", style="dim", soft_wrap=True)
     else:
         print(path)
+
+
+def write_page(
+    directory: Path,
+    runs: Sequence[Path] = (),
+    published: Sequence[tuple[str, float]] = (),
+    json: bool = False,
+) -> None:
+    """Write the page of finished runs into a directory, and print its path as the last line.
+
+    Args:
+        directory: The directory.
+        runs: The runs' directories, if they are others.
+        published: Names and values of published numbers.
+        json: Whether standard output has a JSON document, so that the path goes to standard error.
+    """
+    from fedhdp.report.run_page import write_run_page
+    from fedhdp.results.store import REPORT_FILE
+
+    path = write_run_page(runs or [directory], directory / REPORT_FILE, published=published)
+    _print_path(path, json)

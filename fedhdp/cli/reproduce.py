@@ -20,10 +20,11 @@ from fedhdp.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedhdp.reproduction.render import TextTable
-    from fedhdp.reproduction.summary import Comparison
+    from fedhdp.reproduction.summary import Comparison, Line
     from fedhdp.reproduction.tables import Part
 
 
+PUBLISHED = {"fedhdp": "best FedHDP", "dp_fedavg": "DP-FedAvg"}  # whose accuracy in the paper is a line of the page
 TableName = Annotated[
     str | None,
     typer.Argument(
@@ -154,6 +155,7 @@ def reproduce(
     paths = write(folder, comparison)
     print_json(comparison) if json else _print(comparison)
     errors.print(f"written to {folder}: {', '.join(path.name for path in paths)}", style="dim", soft_wrap=True)
+    _write_page(folder, comparison, json)
 
 
 def _parse_pulls(text: str) -> tuple[float, ...]:
@@ -220,6 +222,23 @@ def _run(parts: list[Part], folder: Path, command: str, out: Path | None, errors
         if stopped:
             errors.print(f"stopped; to resume: {resume}", style="yellow", soft_wrap=True)
             sys.exit(130)
+
+
+def _write_page(folder: Path, comparison: Comparison, json: bool) -> None:
+    """Write the page of the table's runs, where they are there, with the paper's numbers of the global model."""
+    from fedhdp.cli.report import write_page
+    from fedhdp.reproduction.runs import run_directories
+
+    best = {line.key.algorithm: _paper_accuracy(line) for line in sorted(comparison.global_lines, key=_paper_accuracy)}
+    lines = [(f"paper: {name}", best[algorithm]) for algorithm, name in PUBLISHED.items() if best.get(algorithm)]
+    if directories := run_directories(folder):
+        write_page(folder, directories, lines, json)
+
+
+def _paper_accuracy(line: Line) -> float:
+    """The paper's accuracy of the global model; 0 where it has none."""
+    cell = line.cells.get("acc_g")
+    return (cell.paper if cell is not None else None) or 0.0
 
 
 def _print_difference(comparison: Comparison, rows: list[str], column: str) -> None:

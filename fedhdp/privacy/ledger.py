@@ -65,6 +65,14 @@ class Run(NamedTuple):
     charged: int
 
 
+class Charge(NamedTuple):
+    """What a run has charged a group at one cost, and when the latest of it was."""
+
+    run: str
+    latest: datetime.datetime
+    cost: PrivacyCost
+
+
 class Ledger(LedgerFile):
     """An open ledger, also a context manager that closes it.
 
@@ -253,6 +261,18 @@ class Ledger(LedgerFile):
                 (group, run),
             )
             return tuple(PrivacyCost(*row) for row in rows)
+
+    def charges(self, group: str) -> tuple[Charge, ...]:
+        """What each run has charged a group, in the order of the latest charges."""
+        with self._translate_errors():
+            rows = self._db.execute(
+                "SELECT run, latest, noise_multiplier, sampling_rate, sampling, rounds FROM charges"
+                ' WHERE "group" = ? ORDER BY latest, rowid',
+                (group,),
+            ).fetchall()
+        return tuple(
+            Charge(run, datetime.datetime.fromisoformat(latest), PrivacyCost(*cost)) for run, latest, *cost in rows
+        )
 
     def charged_rounds(self, prefix: str) -> int:
         """How many rounds are charged in all runs whose names start with a prefix."""

@@ -23,6 +23,15 @@ ATTACKER = (
     "The attacker knows the algorithm, all other clients' data and everything that the server publishes, and decides for "
     "one client whether it took part."
 )
+ATTACK_AXES = Axes(
+    "clients accused wrongly, % (false positives)",
+    "clients found, % (true positives)",
+    x_log=True,
+    y_range=(0.0, 100.0),
+    fixed=True,
+    format="{:.1f}%".format,
+    diagonal=True,
+)
 cached_curve = functools.lru_cache(maxsize=256)(attack_curve)
 
 
@@ -110,30 +119,26 @@ def _number_cells(row: Row, result: GroupResult) -> tuple[Content, ...]:
 def _attack_panel(study: Study, charts: Charts, number: int, group: str) -> Panel:
     lines, sentences = [], []
     for row in study.rows:
-        if group not in {part.name for part in row.result.groups}:
+        if not row.has(group):
             continue
         curve = curve_of(row, group)
         if curve is None:
             continue
-        points = list(zip(curve.false_positive_rates, curve.true_positive_rates, strict=True))
-        scaled = [(100 * x, 100 * y) for x, y in points]
-        found = f"{format_found(curve.found_at_one_percent)} in 100"
-        lines.append(Line(row.name, row.style, (row.number,), scaled, dash=row.dash, value=found))
+        lines.append(curve_line(curve, row.name, row.style, (row.number,), row.dash))
         sentences.append((row, found_sentence(group, curve)))
     if not lines:
         return Panel(join(["Attacks on ", name(short(group))]), empty("dp-accounting is not installed: no curve."))
-    title = _main_sentence(sentences)
-    axes = Axes(
-        "clients accused wrongly, % (false positives)",
-        "clients found, % (true positives)",
-        x_log=True,
-        y_range=(0.0, 100.0),
-        fixed=True,
-        format="{:.1f}%".format,
-        diagonal=True,
+    figure = charts.add(f"attack-{number}", lines, ATTACK_AXES, unit="clients found, %, at most")
+    return Panel(
+        _main_sentence(sentences), join([figure, caption(ATTACKER, "Dashed: guessing.", _basis(study, group))])
     )
-    figure = charts.add(f"attack-{number}", lines, axes, unit="clients found, %, at most")
-    return Panel(title, join([figure, caption(ATTACKER, "Dashed: guessing.", _basis(study, group))]))
+
+
+def curve_line(curve: AttackCurve, label: str, style: str, numbers: tuple[int, ...], dash: int = 0) -> Line:
+    """An attack curve as a line, in percent."""
+    points = zip(curve.false_positive_rates, curve.true_positive_rates, strict=True)
+    found = f"{format_found(curve.found_at_one_percent)} in 100"
+    return Line(label, style, numbers, [(100 * x, 100 * y) for x, y in points], dash=dash, value=found)
 
 
 def _main_sentence(sentences: Sequence[tuple[Row, str]]) -> str:
@@ -143,8 +148,7 @@ def _main_sentence(sentences: Sequence[tuple[Row, str]]) -> str:
 
 
 def _basis(study: Study, group: str) -> str:
-    exact = [row for row in study.rows if group in {g.name for g in row.result.groups} and row.costs(group) is None]
-    if not exact:
+    if all(row.costs(group) is not None for row in study.rows if row.has(group)):
         return "The curve is an upper bound, by the same accountant as ε."
     return "An upper bound; where the rounds' costs differ from each other, by ε and δ alone."
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from fedhdp.algorithms import ALGORITHMS
 from fedhdp.clips import parse_clip
@@ -24,6 +27,8 @@ from fedhdp.results.schema import GroupResult, MetricInfo, VariantResult
 from fedhdp.results.stored import RepeatedRun, StoredVariant, read_runs
 
 MODELS = {"global": "global model", "personal": "personal models"}
+REPEATED = ("dp_fedavg", "non_private", "local_only", "gdpfed")  # algorithms that also change clip or noise, in one way
+SHARES_NOISE = ("idp_scale", "idp_sample")
 SAME = 1e-6  # relative difference up to which two epsilons are the same
 
 
@@ -64,6 +69,10 @@ class Row(NamedTuple):
     def group(self, name: str) -> GroupResult:
         """The result of a group with the first seed."""
         return next(group for group in self.result.groups if group.name == name)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a group of this name."""
+        return any(group.name == name for group in self.result.groups)
 
     def series(self, group: str, model: str, metric: str) -> list[Point]:
         """A measurement over rounds, as means over the seeds that have it."""
@@ -236,7 +245,7 @@ def _labels(runs: Sequence[RepeatedRun]) -> list[str]:
     """Names of runs without the folders that they share: a page that is mailed does not say where they lay."""
     paths = [Path(run.label).absolute() for run in runs]
     shared = Path(os.path.commonpath([path.parent for path in paths]))
-    return [path.relative_to(shared).as_posix() for path in paths]
+    return [re.sub(r"^seed-\d+/", "", path.relative_to(shared).as_posix()) for path in paths]
 
 
 def _style(algorithms: Sequence[str], number: int) -> tuple[str, int]:
@@ -267,5 +276,6 @@ def mechanism_of(result: VariantResult, raw: dict[str, Any]) -> Mechanism | None
         )
     except (FedHDPError, KeyError):
         return None
-    algorithm = ALGORITHMS.get(result.algorithm)
-    return mechanism if algorithm is None else algorithm(mechanism)
+    if result.algorithm in SHARES_NOISE:
+        return replace(mechanism, noise="shared")
+    return ALGORITHMS[result.algorithm](mechanism) if result.algorithm in REPEATED else mechanism

@@ -134,8 +134,7 @@ def _cards(study: Study) -> list[Html]:
             cards.append(
                 card(join([name(short(group, 30)), f", {words}"]), mean, f"worst tenth {worst}", disclosure="clients")
             )
-    for group in study.groups:
-        cards.append(_privacy_card(row, group))
+    cards += [_privacy_card(row, group) for group in study.groups if row.has(group)]
     left = _budget_left(study, row)
     return [*cards, card("budget left", left[0], left[1])]
 

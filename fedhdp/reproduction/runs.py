@@ -94,6 +94,12 @@ def read_runs(out: Path, table: str) -> tuple[list[FinishedRun], list[str]]:
     return finished, unfinished
 
 
+def run_directories(out: Path) -> list[Path]:
+    """The directories of a table's finished runs, in the table's order."""
+    paths = sorted(out.glob(f"seed-*/*/{store.EXPERIMENT_FILE}"), key=_run_order)
+    return [path.parent for path in paths if (path.parent / store.SUMMARY_FILE).exists()]
+
+
 def _seed_of(path: Path) -> int:
     number = path.parent.parent.name.removeprefix("seed-")
     if not number.isdigit():

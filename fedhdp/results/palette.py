@@ -1,6 +1,7 @@
 """Colours and style of every picture: an algorithm has the same colour in plots, figures and pages.
 
-The colours are Okabe and Ito's, which colour-blind readers tell apart.
+The colours of FedHDP and its baselines are Okabe and Ito's, those of its rivals Paul Tol's muted ones: colour-blind
+readers tell them apart, on light and on dark paper.
 """
 
 from __future__ import annotations
@@ -14,8 +15,14 @@ COLOURS = {
     "hdp_fedavg": "#CC79A7",
     "non_private": "#009E73",
     "local_only": "#E69F00",
+    "threshold": "#7F7F7F",
+    "weiavg": "#56B4E9",
+    "idp_scale": "#8C6D31",
+    "idp_sample": "#AA4499",
+    "time_adaptive": "#999933",
+    "gdpfed": "#117733",
 }
-OTHER_COLOURS = ("#56B4E9", "#7F7F7F", "#8C6D31")  # of algorithms that are not the package's
+OTHER_COLOURS = ("#6699CC", "#CC6677", "#661100")  # of algorithms that are not the package's
 REFERENCE_COLOUR, GRID_COLOUR = "#555555", "#e5e5e5"  # of published numbers, and of lines behind the data
 STYLE: dict[Any, Any] = {  # of matplotlib
     "font.size": 10,

@@ -279,3 +279,13 @@ def _level_cost(mechanism: Mechanism, group: PrivacyGroup, rounds: int, paramete
         changed = tuple(replace(g, noise_multiplier=0.0) if g == group else g for g in mechanism.groups)
         opted_out = optimal_error(replace(mechanism, groups=changed))
     return LevelCost(group.name, without, opted_out, equal_weights_without)
+
+
+def describe_gain(plan: Plan) -> str:
+    """One sentence: the error of DP-FedAvg, which gives all clients the strictest level."""
+    strictest = max(plan.levels, key=lambda level: level.noise_multiplier)
+    if strictest.opted_out:
+        return "All clients opted out, so there is no noise."
+    ratio = plan.error_estimates["dp_fedavg"].error / plan.error_estimates["fedhdp"].error
+    comparison = "the same" if math.isclose(ratio, 1, rel_tol=0.005) else f"{ratio:.2g} times the planned one"
+    return f"With all clients at the level {strictest.name!r}, which is DP-FedAvg, the error is {comparison}."

@@ -59,6 +59,8 @@ class Axes(NamedTuple):
         fixed: Whether the range is exactly that.
         format: A value of y as text.
         smooth: Whether the script may smooth its lines.
+        diagonal: Whether there is a line where y is x.
+        joined: Whether points are joined by lines; not where the places of x have no order.
     """
 
     x_label: str
@@ -70,6 +72,7 @@ class Axes(NamedTuple):
     format: Callable[[float], str] = "{:.4g}".format
     smooth: bool = False
     diagonal: bool = False
+    joined: bool = True
 
 
 class Chart(NamedTuple):
@@ -108,7 +111,7 @@ def draw(ident: str, lines: Sequence[Line], axes: Axes, references: Sequence[Ref
     parts = [*_grid(x_scale, y_scale, axes), *(_reference(reference, y_scale) for reference in references)]
     if axes.diagonal:
         parts.append(_path([(x_scale(x), y_scale(x)) for x in _between(x_scale)], class_="reference"))
-    parts += [_line(i, line, x_scale, y_scale) for i, line in enumerate(lines)]
+    parts += [_line(i, line, x_scale, y_scale, axes.joined) for i, line in enumerate(lines)]
     label = f"{axes.y_label} by {axes.x_label}: " + "; ".join(f"{line.label} {line.value}".strip() for line in lines)
     picture = element(
         "svg", *parts, viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}", role="img", aria_label=label, id=ident, class_="plot"
@@ -216,7 +219,7 @@ def _grid(x_scale: _Scale, y_scale: _Scale, axes: Axes) -> list[Html]:
         parts.append(_void("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
         parts.append(element("text", _number(tick), x=LEFT - 6, y=y + 4, text_anchor="end"))
     places = list(enumerate(axes.places)) if axes.places else [(tick, _number(tick)) for tick in _ticks(x_scale)]
-    shown = max(1, math.ceil(len(places) * max((len(label) for _, label in places), default=1) / 48))
+    shown = max(1, math.ceil(len(places) * max((len(label) for _, label in places), default=1) / 64))
     for place, label in places[::shown]:
         x = x_scale(place)
         parts.append(_void("line", x1=x, x2=x, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM + 4, class_="tick"))
@@ -246,7 +249,7 @@ def _reference(reference: Reference, y_scale: _Scale) -> Html:
     return _path([(LEFT, y), (WIDTH - RIGHT, y)], class_="reference")
 
 
-def _line(number: int, line: Line, x_scale: _Scale, y_scale: _Scale) -> Html:
+def _line(number: int, line: Line, x_scale: _Scale, y_scale: _Scale, joined: bool) -> Html:
     placed = [(x_scale(x), y_scale(y)) for x, y in line.points]
     parts = []
     if any(line.halves):
@@ -254,8 +257,9 @@ def _line(number: int, line: Line, x_scale: _Scale, y_scale: _Scale) -> Html:
         lower = [(x_scale(x), y_scale(y - half)) for (x, y), half in _with_halves(line)]
         parts.append(_path([*upper, *lower[::-1]], class_="band"))
     dash = DASHES[line.dash % len(DASHES)] or None
-    parts.append(_path(placed, class_="line", stroke_dasharray=dash))
-    if len(placed) <= MARKED:
+    if joined:
+        parts.append(_path(placed, class_="line", stroke_dasharray=dash))
+    if len(placed) <= MARKED or not joined:
         parts += [_void("circle", cx=x, cy=y, r=3.2) for x, y in placed]
     return element("g", *parts, class_=f"series {line.style}{hides(line.numbers)}", data_line=number)
 

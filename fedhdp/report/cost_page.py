@@ -95,18 +95,19 @@ def _title(words: str, key: str, count: int) -> str:
 
 
 def _levels_table(plans: Mapping[str, Plan]) -> Html:
-    header = ["set", "level", "clients", "cohort", "ε asked", "ε", "noise z", "weight r", "share of the mean"]
+    sets = ["set"] * (len(plans) > 1)
+    header = [*sets, "level", "clients", "cohort", "ε asked", "ε", "noise z", "weight r", "share of the mean"]
     rows: list[list[Content]] = []
     for key, plan in plans.items():
         for level in plan.levels:
             numbers = [f"{level.clients:,}", f"{level.expected_cohort_size:.4g}", format_epsilon(level.target_epsilon)]
             numbers += [format_epsilon(level.epsilon), format_epsilon(level.noise_multiplier), f"{level.weight:.2g}"]
-            rows.append([name(key), name(level.name), *numbers, f"{level.weight_share:.0%}"])
+            rows.append([*[name(key)][: len(sets)], name(level.name), *numbers, f"{level.weight_share:.0%}"])
     plan = next(iter(plans.values()))
     words = (
         f"Noise keeps ε at δ {plan.delta:g} by {plan.accountant.upper()}: Poisson sampling, add or remove one client."
     )
-    return join([table(header, rows, texts=2), caption(words)])
+    return join([table(header, rows, texts=1 + len(sets)), caption(words)])
 
 
 def _errors_panel(charts: Charts, key: str, plan: Plan, several: bool) -> Panel:
@@ -119,7 +120,12 @@ def _errors_panel(charts: Charts, key: str, plan: Plan, several: bool) -> Panel:
         points = [(float(place), value) for place, value in enumerate(values)]
         lines.append(Line(label, style, (i, i), points, dash=i, value=f"{estimate.error:.3g}"))
     axes = Axes(
-        "part of the error, and all together", "error", places=places, y_range=(0.0, 0.0), format="{:.3g}".format
+        "part of the error, and all together",
+        "error",
+        joined=False,
+        places=places,
+        y_range=(0.0, 0.0),
+        format="{:.3g}".format,
     )
     figure = charts.add(f"error-{len(charts.data)}", lines, axes, unit="error of the model, in clips")
     best = min(

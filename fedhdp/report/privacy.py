@@ -54,9 +54,9 @@ def format_mu(curve: AttackCurve | None) -> str:
 def found_sentence(group: str, curve: AttackCurve) -> str:
     """What a curve means for a reader."""
     if curve.found_at_one_percent >= 1:
-        return f"Nothing limits what an attacker finds out about {short(group)} clients: they have no noise."
+        return f"Nothing limits what an attacker finds out about the clients of “{short(group)}”: they have no noise."
     found = format_found(curve.found_at_one_percent)
-    return f"An attacker who may be wrong once in a hundred finds at most {found} in 100 {short(group)} clients."
+    return f"An attacker who may be wrong once in a hundred finds at most {found} in 100 clients of “{short(group)}”."
 
 
 def promise_section(study: Study, charts: Charts) -> Section:

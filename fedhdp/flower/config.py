@@ -33,7 +33,17 @@ from fedhdp.privacy.ledger import Budget
 from fedhdp.server import ServerOptimizer
 
 _TIMEOUTS = ("enroll_timeout_seconds", "reply_timeout_seconds")
-_MAY_CHANGE = {"out", "name", "evaluate_every", "server_evaluate_every", "metrics", "min_available_clients", *_TIMEOUTS}
+_LIMITS = ("max_clients", "max_registrations_per_hour", "allowed_nodes")
+_MAY_CHANGE = {
+    "out",
+    "name",
+    "evaluate_every",
+    "server_evaluate_every",
+    "metrics",
+    "min_available_clients",
+    *_LIMITS,
+    *_TIMEOUTS,
+}
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -62,6 +72,10 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         metrics: Which of their apps' metrics clients and the server report; tables show the first. In a run configuration
             one text with commas.
         min_available_clients: How many clients must have enrolled before the first round.
+        max_clients: How many clients a level may have, by its name, over all runs of the ledger; others are not admitted.
+        max_registrations_per_hour: How many clients may register in an hour; others wait. None: any number.
+        allowed_nodes: The ids of the nodes that are sent anything, as SuperLink gives them to registered keys; empty: all.
+            In a run configuration one text with commas.
         enroll_timeout_seconds: How long a client may take to answer the first offer. Each repeated offer doubles it, up to
             eight times.
         reply_timeout_seconds: How long a client may take for a round; later replies do not count.
@@ -87,6 +101,9 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     server_evaluate_every: int = 0
     metrics: tuple[str, ...] = ("accuracy",)
     min_available_clients: int = 1
+    max_clients: dict[str, int] = {}
+    max_registrations_per_hour: int | None = None
+    allowed_nodes: tuple[int, ...] = ()
     enroll_timeout_seconds: float = 60.0
     reply_timeout_seconds: float = 600.0
 
@@ -98,6 +115,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         require(len(self.levels) >= 1, "levels", self.levels, "at least one level")
         require(0 < self.delta < 1, "delta", self.delta, "between 0 and 1")
         require(self.min_available_clients >= 1, "min_available_clients", self.min_available_clients, "at least 1")
+        for level, limit in self.max_clients.items():
+            require(level in self.levels, "max_clients", level, f"of levels on offer ({', '.join(self.levels)})")
+            require(limit >= 0, f"max_clients.{level}", limit, "at least 0")
+        hourly = self.max_registrations_per_hour
+        require(hourly is None or hourly >= 1, "max_registrations_per_hour", hourly, "at least 1")
         for field in ("evaluate_every", "server_evaluate_every"):
             require(getattr(self, field) >= 0, field, getattr(self, field), "at least 0")
         for field in _TIMEOUTS:
@@ -129,6 +151,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         refuse_nul(fields, "run_config")
         if isinstance(metrics := fields.get("metrics"), str):  # a run configuration has no lists
             fields["metrics"] = [name.strip() for name in metrics.split(",")]
+        if isinstance(nodes := fields.get("allowed_nodes"), str):
+            ids = [node.strip() for node in nodes.split(",") if node.strip()]
+            valid = all(node.isascii() and node.isdigit() and len(node) <= 20 for node in ids)
+            require(valid and len(ids) > 0, "allowed-nodes", nodes, "ids of nodes with commas")
+            fields["allowed_nodes"] = [int(node) for node in ids]
         try:
             return msgspec.convert(fields, Deployment)
         except msgspec.ValidationError as error:
@@ -240,7 +267,12 @@ def _insert(fields: dict[str, Any], key: str, value: Any) -> None:
         table = fields.setdefault("clip", {}).setdefault("layers", {})
         table[".".join([*tables[2:], last])] = value
         return
-    if tables and tables[0] not in ("levels", "budgets"):  # whose tables are named by the user
+    if tables and tables[0] not in (
+        "levels",
+        "budgets",
+        "max-clients",
+        "max_clients",
+    ):  # whose tables are named by the user
         tables = [table.replace("-", "_") for table in tables]
     for table in tables:
         fields = fields.setdefault(table, {})

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from logging import INFO, WARNING
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from fedhdp.flower.protocol import Enrollment, LevelOffer, offer_message, parse_
 from fedhdp.privacy.accounting import pluralize
 from fedhdp.privacy.ledger import Ledger
 
+HOUR = 3600.0
 MAX_TIMEOUT_FACTOR = 8  # of queries to a node that answers none
 
 
@@ -73,11 +75,14 @@ class Registry:
         self.node_of: dict[str, int] = {}
         self._first_client_of: dict[int, str] = {}  # a node is one client in a run
         self._queries: dict[int, Query] = {}  # by connected node
+        self._registered_at: deque[float] = deque()  # times of new registrations within the last hour
         self._offer = _offer(deployment, run)
 
     def poll(self, grid: Grid) -> None:
         """Query the nodes that are due and enroll the clients that have answered, without waiting."""
         connected = set(grid.get_node_ids())
+        if self.deployment.allowed_nodes:
+            connected &= set(self.deployment.allowed_nodes)
         self.node_of = {client: node for client, node in self.node_of.items() if node in connected}
         blocked = {node for node, query in self._queries.items() if query.blocked_by not in connected | {None}}
         self._queries = {node: self._queries[node] for node in self._queries.keys() & (connected - blocked)}
@@ -174,6 +179,8 @@ class Registry:
         if not self._is_new_or_same(node, client, label):
             return
         requested_level = self._requested_level(enrollment, label)
+        if not self._may_register(node, client, requested_level, label):
+            return
         level = self.ledger.register(client, requested_level)
         if level not in self.deployment.levels:
             log(WARNING, "%s is registered for level %r, which is not on offer: not admitted", label, level)
@@ -201,6 +208,25 @@ class Registry:
             self.withdrawn.add(first_client)  # the promises were made to a client that has left
             log(WARNING, "node %d claims to be %s but was another client before: not admitted", node, label)
             return False
+        return True
+
+    def _may_register(self, node: int, client: str, level: str, label: str) -> bool:
+        """Whether the client is known, or may register: neither its level nor this hour is full."""
+        if self.ledger.group_of(client) is not None:
+            return True
+        limit, hourly = self.deployment.max_clients.get(level), self.deployment.max_registrations_per_hour
+        size = self.ledger.clients(level) if level in self.ledger.groups() else 0
+        if limit is not None and size >= limit:
+            log(WARNING, "%s wants level %s, which has its %d clients: not admitted", label, level, limit)
+            return False
+        now = time.monotonic()
+        while self._registered_at and self._registered_at[0] <= now - HOUR:
+            self._registered_at.popleft()
+        if hourly is not None and len(self._registered_at) >= hourly:
+            self._queries[node] = self._queries[node]._replace(repeat_at=self._registered_at[0] + HOUR)
+            log(WARNING, "%s waits: %d clients have registered within an hour", label, hourly)
+            return False
+        self._registered_at.append(now)
         return True
 
     def _requested_level(self, enrollment: Enrollment, label: str) -> str:

@@ -217,11 +217,17 @@ class Ledger(LedgerFile):
         require(group != "", "group", group, "a name")
         with self._transaction():
             self._check_population(has_numbers=False, population=None)
+            known = self.group_of(client)
+            if known is None:
+                self._add_clients([(client, group)])
+            return known or group
+
+    def group_of(self, client: str) -> str | None:
+        """The group of a client, or None if the file does not know it."""
+        with self._translate_errors():
             query = 'SELECT name FROM clients JOIN groups ON number = "group" WHERE id = ?'
             row = self._db.execute(query, (client,)).fetchone()
-            if row is None:
-                self._add_clients([(client, group)])
-            return str(row[0]) if row else group
+        return str(row[0]) if row else None
 
     def registrations(self) -> dict[str, str]:
         """The group of every client, by id, in the order in which they came."""

@@ -164,3 +164,43 @@ def test_nothing_is_charged_while_no_client_is_reachable(tmp_path, monkeypatch):
     (variant,) = run_plain(grid, deployment).variants
     assert charged == [2, 2, 2]
     assert (variant.rounds, charged_rounds(deployment)) == (3, 3)
+
+
+def levels_of(registry: Registry, grid: InProcessGrid) -> list[str]:
+    registry.poll(grid)
+    return sorted(registry.members.values())
+
+
+def test_a_full_level_admits_no_new_client_and_every_known_one(tmp_path):
+    deployment = make_deployment(tmp_path, max_clients={"open": 2})
+    nodes = [plain_node(i, privacy="open", directory=str(tmp_path / str(i))) for i in range(1, 6)]
+    with open_ledger(deployment.ledger, read_only=False) as ledger:
+        assert levels_of(Registry(deployment, ledger, "run"), InProcessGrid(nodes)) == ["open", "open"]
+        strict = plain_node(9, privacy="strict")
+        registry = Registry(deployment, ledger, "second")
+        assert levels_of(registry, InProcessGrid([*nodes, strict])) == ["open", "open", "strict"]
+        assert ledger.clients("open") == 2
+
+
+def test_clients_beyond_an_hours_registrations_wait(tmp_path, monkeypatch):
+    deployment = make_deployment(tmp_path, max_registrations_per_hour=2)
+    now = 1e6
+    monkeypatch.setattr("fedhdp.flower.registry.time.monotonic", lambda: now)
+    grid = InProcessGrid(plain_node(i, privacy="open") for i in range(1, 6))
+    with open_ledger(deployment.ledger, read_only=False) as ledger:
+        registry = Registry(deployment, ledger, "run")
+        sizes = []
+        for hour in range(4):
+            now = 1e6 + hour * 3600
+            sizes.append(len(levels_of(registry, grid)))
+            now += 1800
+            assert len(levels_of(registry, grid)) == sizes[-1]
+        assert sizes == [2, 4, 5, 5]
+
+
+def test_nodes_that_are_not_allowed_are_sent_nothing(tmp_path):
+    deployment = make_deployment(tmp_path, allowed_nodes=(1, 3))
+    grid = InProcessGrid(plain_node(i) for i in range(1, 5))
+    with open_ledger(deployment.ledger, read_only=False) as ledger:
+        assert len(levels_of(Registry(deployment, ledger, "run"), grid)) == 2
+    assert {message.metadata.dst_node_id for message in grid.pushed} == {1, 3}

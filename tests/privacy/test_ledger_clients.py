@@ -7,7 +7,7 @@ import time
 
 import pytest
 from helpers import raises_field
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhdp.errors import LedgerError
@@ -40,6 +40,7 @@ def test_clients_are_admitted_with_their_groups(ledger):
     assert (ledger.groups(), ledger.clients("open"), ledger.clients("strict")) == (("open", "strict"), 2, 3)
 
 
+@settings(deadline=None)
 @given(st.permutations(range(5)))
 def test_order_of_the_clients_does_not_matter(tmp_path_factory, order):
     members = members_of("ososs")

@@ -123,7 +123,7 @@ def check_configuration(mechanism: Mechanism) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(chosen=small_mechanisms())
 def test_every_algorithm_keeps_its_promises(name, chosen):
     mechanism = run_algorithm(name, chosen)
@@ -218,7 +218,7 @@ def test_idp_sample_has_one_noise_and_the_same_cohort():
     assert mechanism.groups[0].opted_out
     for chosen, group in zip(LEVELS.groups[1:], mechanism.groups[1:], strict=True):
         spent = compose(scheduled_costs(mechanism, ROUNDS)[group.name], DELTA)
-        assert spent >= 0.99 * PRICING.epsilon(LEVELS, chosen)
+        assert 0.99 <= spent / PRICING.epsilon(LEVELS, chosen) <= 1
 
 
 def test_time_adaptive_saves_first_and_spends_all():
@@ -232,7 +232,7 @@ def test_time_adaptive_saves_first_and_spends_all():
     assert weights_of(schedule(7)) == weights_of(LEVELS)
     for group in LEVELS.groups[1:]:
         spent = compose(scheduled_costs(schedule, ROUNDS)[group.name], DELTA)
-        assert spent >= 0.99 * PRICING.epsilon(LEVELS, group)
+        assert 0.99 <= spent / PRICING.epsilon(LEVELS, group) <= 1
     assert time_adaptive(LEVELS, PRICING, saving_rounds=0.0) == LEVELS
 
 

@@ -10,6 +10,7 @@ from experiment_helpers import assert_same_run, keep_going, tiny
 from msgspec.structs import replace
 
 from fedhdp.experiments import Progress, from_toml, run, to_toml, with_seeds
+from fedhdp.experiments.variant import Variant
 from fedhdp.privacy.accounting import compose
 from fedhdp.privacy.costs import privacy_costs
 from fedhdp.results import Summary, VariantDirectory, read_arrays, read_value, slug
@@ -173,3 +174,16 @@ def test_batches_of_variants_sample_the_same_cohorts(tmp_path, monkeypatch):
 def test_each_seed_has_its_own_noise_seed():
     experiments = with_seeds(tiny(noise_seed=2), range(2))
     assert [(experiment.seed, experiment.noise_seed) for experiment in experiments] == [(0, 2), (1, 3)]
+
+
+def test_variants_whose_cohorts_differ_in_a_later_round_run_apart(tmp_path):
+    stages = (
+        Variant(f"from {share:g}", "time_adaptive", options={"saving_rounds": share, "saving_rate": 0.5})
+        for share in (0.25, 0.75)
+    )
+    experiment = tiny(variants=(Variant("FedHDP"), *stages), rounds=4, evaluate_every=4, delta=1e-2)
+    run(experiment, tmp_path / "run", keep_going)
+    constant, early, late = summary_of(tmp_path / "run").variants
+    for variant in (early, late):
+        for group, promised in zip(variant.groups, constant.groups, strict=True):
+            assert group.unprotected or 0 < group.epsilon <= promised.epsilon * (1 + 1e-6)

@@ -5,8 +5,8 @@ outputs``, with a loss for each example and metrics. ``key`` is None in evaluati
 dropout. Any pytree of float arrays serves as parameters, so a model from plain JAX is ready as it is; ``adapters.py`` makes
 models of modules of Flax, Equinox and Haiku.
 
-A model whose first layer is dense is best made with ``dense_first``: the engine can then train it by low-rank updates
-(see ``engine/low_rank.py``), which is the same mathematics for a fraction of the arithmetic.
+Networks are written here as anyone would write them. The engine reads a model's program and finds what it can compute
+faster (see ``engine/network.py``).
 
 ``mlp``, ``cnn`` and ``linear`` return the same object when they are called again with the same arguments, so that all
 simulations with such a model share one compilation.
@@ -17,9 +17,7 @@ Axis letters: N examples, L classes, H units, D outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -94,70 +92,18 @@ class Model(NamedTuple):
         metrics: What is measured on test examples, the first of which tables show: names of built-in metrics, functions of
             outputs and labels, or `Metric` values (see ``fedhdp.metrics``). Empty: accuracy, or mean_squared_error where
             the loss is ``squared_error``.
-        head: What follows a dense first layer; set by ``dense_first``.
     """
 
     init: Callable[[Array], Parameters]
     apply: Callable[[Parameters, Array, Array | None], Array]
     loss: Callable[[Array, Array], Array] = cross_entropy
     metrics: tuple[Any, ...] = ()
-    head: Callable[[Parameters, Array, Array | None], Array] | None = None
-
-
-def dense_first(
-    init_rest: Callable[[Array], Parameters],
-    head: Callable[[Parameters, Array, Array | None], Array],
-    inputs: int,
-    units: int,
-    **loss_and_metrics: Any,
-) -> Model:
-    """A model that is ``head(rest, x·w + b, key)``: a dense layer on the flat input, then anything.
-
-    Args:
-        init_rest: From a random key to the parameters of the head.
-        head: From its parameters, the dense layer's outputs and a random key to the model's outputs.
-        inputs: The size of one example.
-        units: Outputs of the dense layer.
-        **loss_and_metrics: ``loss`` and ``metrics`` of the model.
-
-    Returns:
-        The model; its parameters are ``{"first": {"w", "b"}, "rest": ...}``.
-    """
-
-    def init(key: Array) -> Parameters:
-        first, rest = jax.random.split(key)
-        return {"first": dense(first, inputs, units), "rest": init_rest(rest)}
-
-    def apply(parameters: Parameters, x_N: Array, key: Array | None) -> Array:
-        flat_NF = x_N.reshape(x_N.shape[0], -1)
-        return head(parameters["rest"], flat_NF @ parameters["first"]["w"] + parameters["first"]["b"], key)
-
-    return Model(init, apply, head=head, **loss_and_metrics)
 
 
 def dense(key: Array, inputs: int, units: int) -> Parameters:
     """The parameters of a dense layer: weights uniform as Glorot and Bengio have it, no bias."""
     limit = math.sqrt(6 / (inputs + units))
     return {"w": jax.random.uniform(key, (inputs, units), minval=-limit, maxval=limit), "b": jnp.zeros(units)}
-
-
-def materialized_transpose(a: Array) -> Array:
-    """A matrix transposed in memory: batches of small matrix products are fast on CPUs only so."""
-    return jax.lax.optimization_barrier(a.T)
-
-
-@jax.custom_vjp
-def output_layer(h_NH: Array, w_LH: Array) -> Array:
-    """A dense layer to few outputs with a row of weights for each, fast for many small networks, as are its gradients."""
-    return jnp.einsum("lh,nh->ln", w_LH, h_NH).T
-
-
-def _output_layer_backward(saved: tuple[Array, Array], g_NL: Array) -> tuple[Array, Array]:
-    h_NH, w_LH = saved
-    return g_NL @ w_LH, materialized_transpose(g_NL) @ h_NH
-
-
-output_layer.defvjp(lambda h_NH, w_LH: (output_layer(h_NH, w_LH), (h_NH, w_LH)), _output_layer_backward)
 
 
 @lru_cache(maxsize=128)
@@ -177,27 +123,37 @@ def linear(
         loss: From outputs and targets to the loss of each example.
         metrics: As in ``Model``.
     """
-    if bias:
-        return dense_first(lambda key: {}, lambda rest, h_NH, key: h_NH, inputs, outputs, loss=loss, metrics=metrics)
+
+    def init(key: Array) -> Parameters:
+        if not bias:
+            return {"w": dense(key, inputs, outputs)["w"]}
+        first, _ = jax.random.split(key)
+        return {"first": dense(first, inputs, outputs)}
 
     def apply(parameters: Parameters, x_N: Array, key: Array | None) -> Array:
-        return x_N.reshape(x_N.shape[0], -1) @ parameters["w"]
+        flat_NF = x_N.reshape(x_N.shape[0], -1)
+        return _affine(parameters["first"], flat_NF) if bias else flat_NF @ parameters["w"]
 
-    return Model(lambda key: {"w": dense(key, inputs, outputs)["w"]}, apply, loss, metrics)
+    return Model(init, apply, loss, metrics)
 
 
 @lru_cache(maxsize=128)
 def mlp(inputs: int = 784, hidden: int = 50, classes: int = 10) -> Model:
     """The paper's network for MNIST: one hidden layer of rectified linear units."""
 
-    def head(rest: Parameters, h_NH: Array, key: Array | None) -> Array:
-        return output_layer(jax.nn.relu(h_NH), rest["w"]) + rest["b"]
+    def init(key: Array) -> Parameters:
+        first, rest = jax.random.split(key)
+        return {"first": dense(first, inputs, hidden), "rest": dense(rest, hidden, classes)}
 
-    def init_rest(key: Array) -> Parameters:
-        layer = dense(key, hidden, classes)
-        return {"w": layer["w"].T, "b": layer["b"]}
+    def apply(parameters: Parameters, x_N: Array, key: Array | None) -> Array:
+        h_NH = jax.nn.relu(_affine(parameters["first"], x_N.reshape(x_N.shape[0], -1)))
+        return _affine(parameters["rest"], h_NH)
 
-    return dense_first(init_rest, head, inputs, hidden)
+    return Model(init, apply)
+
+
+def _affine(layer: dict[str, Array], x_N: Array) -> Array:
+    return x_N @ layer["w"] + layer["b"]
 
 
 @lru_cache(maxsize=128)
@@ -219,18 +175,19 @@ def cnn(
         keys = jax.random.split(key, 4)
         inputs = (kernel * kernel, kernel * kernel * channels[0], flat, hidden)
         outputs = (*channels, hidden, classes)
-        layers = [dense(k, i, o) for k, i, o in zip(keys, inputs, outputs, strict=True)]
-        return dict(zip(("conv1", "conv2", "dense1", "dense2"), layers, strict=True))
+        conv1, conv2, *dense_layers = [dense(k, i, o) for k, i, o in zip(keys, inputs, outputs, strict=True)]
+        shapes = ((kernel, kernel, 1, channels[0]), (kernel, kernel, *channels))
+        convolutions = [layer | {"w": layer["w"].reshape(s)} for layer, s in zip((conv1, conv2), shapes, strict=True)]
+        return dict(zip(("conv1", "conv2", "dense1", "dense2"), (*convolutions, *dense_layers), strict=True))
 
     def apply(parameters: Parameters, x_N: Array, key: Array | None) -> Array:
         keys = (None, None) if key is None else jax.random.split(key)
-        convolve, image = _conv_relu_pool.get(), x_N.reshape(-1, side, side, 1)
-        image = convolve(parameters["conv1"], image, kernel)
-        image = convolve(parameters["conv2"], image, kernel)
+        image = x_N.reshape(-1, side, side, 1)
+        for layer in (parameters["conv1"], parameters["conv2"]):
+            image = _max_pool(jax.nn.relu(_convolve(layer, image)))
         h = _dropout(image.reshape(image.shape[0], -1), 0.25, keys[0])
-        h = jax.nn.relu(h @ parameters["dense1"]["w"] + parameters["dense1"]["b"])
-        h = _dropout(h, 0.5, keys[1])
-        return h @ parameters["dense2"]["w"] + parameters["dense2"]["b"]
+        h = _dropout(jax.nn.relu(_affine(parameters["dense1"], h)), 0.5, keys[1])
+        return _affine(parameters["dense2"], h)
 
     return Model(init, apply)
 
@@ -242,76 +199,14 @@ def _dropout(h: Array, rate: float, key: Array | None) -> Array:
     return jnp.where(jax.random.bernoulli(key, 1 - rate, h.shape), h / (1 - rate), 0.0)
 
 
-def conv_relu_pool(layer: dict[str, Array], image: Array, kernel: int) -> Array:
-    """A convolution of the same size, rectified linear units and 2 x 2 max pooling, as one matrix product.
-
-    Networks that each have weights of their own make a poor grouped convolution. The four outputs that are pooled see one
-    window of pixels, so a row of the product is that window and gives all four: less than half of what a row for each
-    output would write and read. A window consists of blocks of 2 x 2 pixels.
-
-    Args:
-        layer: Weights ``w`` [kernel · kernel · inputs, outputs] and bias ``b`` [outputs].
-        image: Images [N, height, width, inputs], of even height and width.
-        kernel: Pixels on a side of the kernel.
-
-    Returns:
-        Images [N, height / 2, width / 2, outputs].
-    """
-    n, height, width, inputs = image.shape
-    blocks = (kernel + 2) // 2  # on a side of a window
-    before, side = (kernel - 1) // 2, 2 * blocks
-    padded = jnp.pad(image, ((0, 0), (before, side - 2 - before), (before, side - 2 - before), (0, 0)))
-    block = padded.reshape(n, height // 2 + blocks - 1, 2, width // 2 + blocks - 1, 2, inputs).swapaxes(2, 3)
-    block = block.reshape(*block.shape[:3], -1)
-    offsets = [(i, j) for i in range(blocks) for j in range(blocks)]
-    windows = jnp.concatenate([block[:, i : i + height // 2, j : j + width // 2] for i, j in offsets], axis=-1)
-
-    weight, rest = layer["w"].reshape(kernel, kernel, inputs, -1), side - kernel
-    corners = [jnp.pad(weight, ((p, rest - p), (q, rest - q), (0, 0), (0, 0))) for p in (0, 1) for q in (0, 1)]
-    matrix = jnp.stack(corners, axis=3).reshape(blocks, 2, blocks, 2, inputs, -1).swapaxes(1, 2)
-    outputs = (windows @ matrix.reshape(windows.shape[-1], -1)).reshape(*windows.shape[:3], 4, -1)
-    return jax.nn.relu(_max_of_four(outputs) + layer["b"])
+def _convolve(layer: dict[str, Array], image: Array) -> Array:
+    """A convolution of images [N, height, width, inputs] whose outputs are as large."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(image, layer["w"], (1, 1), "SAME", dimension_numbers=numbers) + layer["b"]
 
 
-_conv_relu_pool: ContextVar[Callable[..., Array]] = ContextVar("conv_relu_pool", default=conv_relu_pool)
-
-
-@contextmanager
-def use_conv_relu_pool(function: Callable[..., Array]) -> Iterator[None]:
-    """Let ``cnn`` compute with this function instead of ``conv_relu_pool`` while the context is entered.
-
-    The engine enters it while it traces its programs, with kernels for NVIDIA GPUs.
-    """
-    token = _conv_relu_pool.set(function)
-    try:
-        yield
-    finally:
-        _conv_relu_pool.reset(token)
-
-
-@jax.custom_vjp
-def _max_of_four(x: Array) -> Array:
-    """The maximum over the second last axis, whose gradient needs the argmax alone."""
-    return _max_of_four_forward(x)[0]
-
-
-def _max_of_four_forward(x: Array) -> tuple[Array, Array]:
-    top, argmax = max_and_argmax(*(x[..., i, :] for i in range(4)))
-    return top, argmax.astype(jnp.int8)
-
-
-def _max_of_four_backward(argmax: Array, g: Array) -> tuple[Array]:
-    return (jnp.where(argmax[..., None, :] == jnp.arange(4, dtype=jnp.int8)[:, None], g[..., None, :], 0.0),)
-
-
-_max_of_four.defvjp(_max_of_four_forward, _max_of_four_backward)
-
-
-def max_and_argmax(a: Array, b: Array, c: Array, d: Array) -> tuple[Array, Array]:
-    """The elementwise maximum of four arrays, and the number of the first one that has it."""
-    upper, lower = jnp.maximum(a, b), jnp.maximum(c, d)
-    argmax = jnp.where(lower > upper, jnp.where(d > c, 3, 2), jnp.where(b > a, 1, 0))
-    return jnp.maximum(upper, lower), argmax
+def _max_pool(image: Array) -> Array:
+    return jax.lax.reduce_window(image, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
 
 
 def name_parameters(parameters: Parameters) -> dict[str, Array]:

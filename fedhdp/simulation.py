@@ -5,6 +5,7 @@ Axis letters: K clients, V mechanisms (and personal models of a client), R runs,
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -23,6 +24,7 @@ from fedhdp.devices import use_cpu_cores
 from fedhdp.engine.checks import check_data, check_metrics
 from fedhdp.engine.evaluation import Evaluation, model_metrics
 from fedhdp.engine.examples import engine_config, make_example_store, make_gram_matrices
+from fedhdp.engine.explain import explain
 from fedhdp.engine.groups import client_groups, members_by_group
 from fedhdp.engine.integer_sums import exact_round
 from fedhdp.engine.personal_store import StateArrays, make_personal_store
@@ -38,6 +40,7 @@ from fedhdp.results.store import read_arrays, write_arrays
 from fedhdp.rng import BATCHES, COHORT, MODEL, NOISE, noise_bytes, os_entropy, stream
 from fedhdp.server import Optimizer, ServerOptimizer, ServerState
 
+LOGGER = logging.getLogger("fedhdp.network")
 Callback = Callable[["Simulation"], bool | None]
 
 
@@ -135,6 +138,12 @@ class Simulation:
         self.store = make_personal_store(self.engine, data.num_clients, directory) if personalize else None
         self._evaluation = Evaluation(self.engine, data, self.group_K, self.run_of, metrics)
         self._initialize(initial_model)
+        if LOGGER.isEnabledFor(logging.INFO):
+            LOGGER.info(self.explain())
+
+    def explain(self) -> str:
+        """Which path the network takes through the engine, and why."""
+        return explain(self.engine.network, self.engine.config.sizes[-1], self.engine.config.layers)
 
     def group_of_client(self) -> dict[str, str]:
         """The name of each client's group, by the client's id."""

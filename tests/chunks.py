@@ -13,6 +13,7 @@ from jax.flatten_util import ravel_pytree
 from fedhdp.client import LocalTraining, scale_inputs, shuffle
 from fedhdp.engine.chunk import Clients, client_updates
 from fedhdp.engine.low_rank import Parametrization
+from fedhdp.engine.network import Network
 from fedhdp.models import Model, take
 from fedhdp.server import Layers
 
@@ -62,7 +63,9 @@ def train(
     order_CM = jax.vmap(partial(shuffle, capacity=chunk.x_CM.shape[1]))(chunk.key_C, chunk.count_C)
     x_CM, y_CM = (jax.vmap(lambda a_M, order_M: a_M[order_M])(a, order_CM) for a in (chunk.x_CM, chunk.y_CM))
     run_V, personal_CV = np.zeros(1, int), jax.tree.map(lambda leaf_C: leaf_C[:, None], chunk.personal_C)
-    parametrization = kind(model, take(chunk.theta, None), run_V, scale_inputs(x_CM, 1 / 255), layers=layers)
+    x_CM = scale_inputs(x_CM, 1 / 255)
+    network = Network(model, jax.ShapeDtypeStruct(x_CM.shape[2:], x_CM.dtype), training)
+    parametrization = kind(network, take(chunk.theta, None), run_V, x_CM, layers=layers)
     clients = Clients(y_CM, chunk.count_C, chunk.pull_C[:, None], chunk.key_C)
     rates = jnp.array(training.rates(0))
     updates, personal_CV = client_updates(model, training, parametrization, clients, personal_CV, rates, uniform_size)

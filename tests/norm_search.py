@@ -22,6 +22,7 @@ from jax.flatten_util import ravel_pytree
 from fedhdp.client import LocalTraining
 from fedhdp.engine.chunk import Clients, client_updates
 from fedhdp.engine.low_rank import FullRank, LowRank, Parametrization
+from fedhdp.engine.network import Network
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.models import Model, linear, mlp, take
 from fedhdp.server import Updates, clip_and_sum
@@ -63,11 +64,11 @@ def balanced(model: Model) -> dict:
     """A model with the same output for both classes: every example's gradient is that of a coin."""
     theta = model.init(jax.random.key(1))
     first = {"w": jnp.zeros_like(theta["first"]["w"]), "b": jnp.ones_like(theta["first"]["b"])}
-    rest = theta["rest"]
-    outputs = model.head(rest, jnp.ones((1, *theta["first"]["b"].shape)), None)[0] if rest else jnp.zeros(2)
-    if rest:
-        bias = min(jax.tree.leaves(rest), key=lambda leaf: leaf.size)
-        rest = jax.tree.map(lambda leaf: leaf - outputs if leaf is bias else leaf, rest)
+    if "rest" not in theta:
+        return {"first": first}
+    outputs = model.apply({**theta, "first": first}, jnp.zeros((1, first["w"].shape[0])), None)[0]
+    bias = min(jax.tree.leaves(theta["rest"]), key=lambda leaf: leaf.size)
+    rest = jax.tree.map(lambda leaf: leaf - outputs if leaf is bias else leaf, theta["rest"])
     return {"first": first, "rest": rest}
 
 
@@ -76,7 +77,8 @@ def clips_moved(model: Model, kind: type[Parametrization], theta_R: dict, x_M: j
     """The sum over a client alone, as the server sums it, and its clip, which is half the norm of its update."""
     examples = len(x_M)
     training = LocalTraining(epochs=1, batch_size=examples, learning_rate=1.0, personalize=False)
-    parametrization = kind(model, theta_R, np.zeros(0, int), x_M[None])
+    network = Network(model, jax.ShapeDtypeStruct(x_M.shape[1:], x_M.dtype), training)
+    parametrization = kind(network, theta_R, np.zeros(0, int), x_M[None])
     y_CM = jnp.repeat(jnp.arange(2), examples // 2)[None]
     clients = Clients(y_CM, jnp.array([examples]), jnp.zeros((1, 0)), jax.random.split(jax.random.key(0), 1))
     rates = jnp.stack([rate, rate])

@@ -37,13 +37,13 @@ def gradient(network: Network, x_BF: np.ndarray, y_B: np.ndarray) -> Network:
 
 def flat(network: Network) -> np.ndarray:
     """The parameters in the order in which the engine ravels them."""
-    return np.concatenate([network["b1"], network["w1"].ravel(), network["b2"], network["w2"].T.ravel()])
+    return np.concatenate([network["b1"], network["w1"].ravel(), network["b2"], network["w2"].ravel()])
 
 
 def unflat(theta: np.ndarray, like: Network) -> Network:
     """The inverse of ``flat``."""
     b1, w1, b2, w2 = np.split(theta, np.cumsum([like[name].size for name in ("b1", "w1", "b2")]))
-    return {"b1": b1, "w1": w1.reshape(like["w1"].shape), "b2": b2, "w2": w2.reshape(like["w2"].T.shape).T}
+    return {"b1": b1, "w1": w1.reshape(like["w1"].shape), "b2": b2, "w2": w2.reshape(like["w2"].shape)}
 
 
 def descent(training: LocalTraining, eta: float, theta: Network) -> Callable[[Network, Network], Network]:

@@ -10,7 +10,7 @@ from helpers import mechanism_of, tiny_data
 
 from fedhdp.client import LocalTraining
 from fedhdp.errors import DataError
-from fedhdp.models import cnn, cross_entropy, dense_first, linear, mlp, squared_error
+from fedhdp.models import cnn, cross_entropy, linear, mlp, squared_error
 from fedhdp.simulation import Simulation
 
 
@@ -42,7 +42,7 @@ def test_dropout_is_active_in_training_and_off_in_evaluation():
 def test_cnn_is_the_papers_network():
     theta = cnn().init(jax.random.key(0))
     shapes = {name: layer["w"].shape for name, layer in theta.items()}
-    assert shapes == {"conv1": (9, 16), "conv2": (144, 32), "dense1": (1568, 128), "dense2": (128, 62)}
+    assert shapes == {"conv1": (3, 3, 1, 16), "conv2": (3, 3, 16, 32), "dense1": (1568, 128), "dense2": (128, 62)}
     assert cnn().apply(theta, jnp.zeros((2, 28, 28)), None).shape == (2, 62)
 
 
@@ -65,7 +65,7 @@ def test_losses():
     logits, label = jnp.array([[1.0, 2.0, 0.5]]), jnp.array([1])
     assert float(cross_entropy(logits, label)[0]) == pytest.approx(-float(jax.nn.log_softmax(logits)[0, 1]))
     assert float(squared_error(jnp.array([[1.0, 2.0]]), jnp.array([[0.0, 4.0]]))[0]) == pytest.approx(2.5)
-    assert dense_first(lambda key: {}, lambda rest, h, key: h, 4, 2, loss=squared_error).loss is squared_error
+    assert linear(4, 2, loss=squared_error).loss is squared_error
 
 
 @pytest.mark.parametrize(("loss", "field"), [(cross_entropy, "labels"), (squared_error, "targets")])

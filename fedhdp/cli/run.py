@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import sys
 import time
@@ -58,6 +59,9 @@ def run(
         Path | None, typer.Option(help="File that records the rounds of all runs of this population.")
     ] = None,
     json: Json = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print which path the network takes through the engine, and why.")
+    ] = False,
     resume: Annotated[
         Path | None,
         typer.Option(
@@ -92,6 +96,8 @@ def run(
     """
     options = {"seed": seed, "noise_seed": noise_seed, "rounds": rounds, "ledger": ledger and str(ledger)}
     options["keep_checkpoint"] = keep_checkpoint or None
+    if explain:
+        _print_network()
     changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if seeds is not None and (resume is not None or seed is not None):
         raise ConfigError("--seeds takes neither --seed nor --resume; to resume, name --out again", "seeds", seeds)
@@ -108,6 +114,13 @@ def run(
     several = None if seeds is None else parse_seeds(seeds)
     value, directory = _experiment(experiment or "quickstart", changes, out)
     _run(value, directory, several, json)
+
+
+def _print_network() -> None:
+    """Print what simulations log of their networks."""
+    logger, handler = logging.getLogger("fedhdp.network"), logging.StreamHandler(sys.stderr)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
 def _experiment(name: str, changes: dict[str, Any], out: Path | None) -> tuple[Experiment, Path]:

@@ -7,15 +7,16 @@ Axis letters: K clients, C slots of a cohort, N examples, M examples of one clie
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import numpy as np
 
-from fedhdp.client import LocalTraining
+from fedhdp.client import LocalTraining, scale_inputs
 from fedhdp.data import Examples, ExampleSource, FederatedData
-from fedhdp.engine.low_rank import trained_form, uses_low_rank
+from fedhdp.engine.low_rank import uses_low_rank
+from fedhdp.engine.network import Network
 from fedhdp.engine.placement import CohortLayout, size_classes
 from fedhdp.engine.round import Engine, EngineConfig
 from fedhdp.models import Array, Model
@@ -105,11 +106,19 @@ def should_replicate(source: ExampleSource, partition_by_owner: bool) -> bool:
 
 def engine_config(data: FederatedData, model: Model, training: LocalTraining, run_of: Sequence[int]) -> EngineConfig:
     """The layout of the data and the number of models; ``run_of``: each mechanism's global model."""
-    sizes = size_classes(data.train, training.batch_size, several=trained_form(model, training).head is not None)
+    x = input_of_model(data)
+    split = Network(model, x, training).split(min(training.batch_size, int(data.train.count_K.max(initial=1))))
+    sizes = size_classes(data.train, training.batch_size, several=split.first_layer is not None)
     replicated = should_replicate(data.train, partition_by_owner=training.personalize)
-    run_V, inputs = tuple(run_of) if training.personalize else (), math.prod(data.input_shape)
+    run_V = tuple(run_of) if training.personalize else ()
     uniform, runs = data.train.uniform_size, len(set(run_of))
-    return EngineConfig(inputs, sizes, uniform, replicated, run_V, runs, data.input_scale)
+    return EngineConfig(x, sizes, uniform, replicated, run_V, runs, data.input_scale)
+
+
+def input_of_model(data: FederatedData) -> jax.ShapeDtypeStruct:
+    """The shape and type of one input as the model gets it."""
+    example = jax.ShapeDtypeStruct(data.input_shape, data.template.x_N.dtype)
+    return jax.eval_shape(partial(scale_inputs, input_scale=data.input_scale), example)
 
 
 def make_example_store(
@@ -126,7 +135,7 @@ def make_example_store(
 def make_gram_matrices(engine: Engine, store: ShardedExamples | ReplicatedExamples | StreamedExamples) -> Array | None:
     """Each client's Gram matrix, for low-rank training of clients of one size, if these are no larger than the examples."""
     size, config = engine.config.sizes[-1], engine.config
-    low_rank = uses_low_rank(engine.model, size, config.inputs, config.layers)
+    low_rank = uses_low_rank(engine.network, size, config.layers)
     if isinstance(store, StreamedExamples) or not config.uniform_size or not low_rank:
         return None
     x_N, _ = store.arrays

@@ -20,15 +20,19 @@ model v belongs to the global model ``run_V[v]``.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedhdp.client import Batch, LocalTraining
+from fedhdp.client import Batch
+from fedhdp.engine.network import Network
+from fedhdp.engine.span import FirstLayer
 from fedhdp.mechanism import FLOAT32_UNIT_ROUNDOFF
-from fedhdp.models import Array, Model, Parameters, materialized_transpose, take
+from fedhdp.models import Array, Parameters, take
 from fedhdp.server import Layers, round_up_norm, sum_roundings
 
 EXACT = jax.lax.Precision.HIGHEST  # norms decide on clipping, so neither they nor the clipped sums are rounded further
@@ -73,18 +77,19 @@ class Parametrization(Protocol):
         """The trained personal models as parameters; ``personal_CV`` are those before training."""
 
 
-def trained_form(model: Model, training: LocalTraining) -> Model:
-    """The model without its head unless training is plain SGD, which alone keeps a layer in the span of the examples."""
-    return model if training.is_plain_sgd else model._replace(head=None)
-
-
-def uses_low_rank(model: Model, examples: int, inputs: int, layers: Layers | None = None) -> bool:
-    """Whether clients train by low-rank updates: they have fewer examples than inputs, and the model allows it.
+def uses_low_rank(network: Network, capacity: int, layers: Layers | None = None) -> bool:
+    """Whether clients train by low-rank updates: they have fewer examples than the first layer has inputs.
 
     The norm of the first layer is that of its weights and bias together, so one clip must have both.
     """
-    one_clip = layers is None or len(set(layers.layer_of[:2])) == 1
-    return model.head is not None and examples < inputs <= MAX_INPUTS and one_clip
+    first = network.split(capacity).first_layer
+    if first is None or not capacity < first.inputs <= MAX_INPUTS:
+        return False
+    return layers is None or _one_clip(first, layers)
+
+
+def _one_clip(first: FirstLayer, layers: Layers) -> bool:
+    return first.bias is None or layers.layer_of[first.weight] == layers.layer_of[first.bias]
 
 
 class FullRank:
@@ -92,19 +97,21 @@ class FullRank:
 
     ragged = True
 
-    def __init__(self, model: Model, theta_R: Parameters, run_V: np.ndarray, x_CM: Array, layers: Layers | None = None):
-        self.model, self.theta_R, self.x_CM, self.layers = model, theta_R, x_CM, layers
-        self.models = len(jax.tree.leaves(theta_R)[0]) + len(run_V)
+    def __init__(
+        self, network: Network, theta_R: Parameters, run_V: np.ndarray, x_CM: Array, layers: Layers | None = None
+    ):
+        self.split, self.theta_R, self.layers = network.split(x_CM.shape[1]), theta_R, layers
+        self.rows_CM = jax.vmap(self.split.rows)(x_CM)
+        self.clients, self.models = len(x_CM), len(jax.tree.leaves(theta_R)[0]) + len(run_V)
         self.anchor_T = take(theta_R, _run_T(theta_R, run_V))
 
     def from_params(self, personal_CV: Parameters | None) -> tuple[Parameters, Any]:
         """The parameters, and for each model its copy of the inputs, so that products are batched over models."""
-        x_CTM = jnp.broadcast_to(self.x_CM[:, None], (len(self.x_CM), self.models, *self.x_CM.shape[1:]))
-        return _join(_repeat(self.theta_R, len(self.x_CM)), personal_CV), x_CTM
+        return _join(_repeat(self.theta_R, self.clients), personal_CV), _for_models(self.rows_CM, self.models)
 
     def predict(self, theta: Parameters, batch: Batch) -> Array:
         """The model's outputs."""
-        return self.model.apply(theta, batch.x_B, batch.key)
+        return self.split.apply(theta, batch.x_B, len(batch.y_B), batch.key)
 
     def delta(self, theta_CR: Parameters) -> ClientUpdates:
         """The differences to the global models."""
@@ -132,7 +139,7 @@ class LowRank:
     """The first layer by A and a, as above, and the other layers by their parameters.
 
     Args:
-        model: A model with a dense first layer (``models.dense_first``).
+        network: A network with a first layer.
         theta_R: The global models of the round.
         run_V: The global model of each personal one.
         x_CM: The clients' inputs.
@@ -145,7 +152,7 @@ class LowRank:
 
     def __init__(
         self,
-        model: Model,
+        network: Network,
         theta_R: Parameters,
         run_V: np.ndarray,
         x_CM: Array,
@@ -153,52 +160,89 @@ class LowRank:
         finite: bool = False,
         layers: Layers | None = None,
     ):
-        assert model.head is not None, "a model without a dense first layer has no low-rank updates"
-        self.head, self.theta_R, self.run_V, self.finite = model.head, theta_R, run_V, finite
-        self.layers = layers
-        self.x_CMF = x_CM.reshape(*x_CM.shape[:2], math.prod(x_CM.shape[2:])).astype(jnp.float32)
-        self.gram_CMM = jax.vmap(gram)(x_CM) if gram_CMM is None else gram_CMM
-        first_R, run_T = theta_R["first"], _run_T(theta_R, run_V)
-        self.output_CRMH = jnp.einsum("cmf,rfh->crmh", self.x_CMF, first_R["w"]) + first_R["b"][:, None]
-        zeros_TMH = jnp.zeros((len(run_T), x_CM.shape[1], first_R["b"].shape[1]))
-        self.anchor_T = {"A": zeros_TMH, "rest": take(theta_R["rest"], run_T)}
+        self.split, self.run_V, self.layers = network.split(x_CM.shape[1]), run_V, layers
+        assert self.split.first_layer is not None, "a network without a first layer has no low-rank updates"
+        self.first, self.finite = self.split.first_layer, finite and self.split.keeps_finite
+        self.leaf_R, self.tree = jax.tree.flatten(theta_R)
+        self.x_CMF, self.others_CM = jax.vmap(self.split.first_rows)(x_CM)
+        self.gram_CMM = jax.vmap(partial(gram, bias=self.split.has_bias))(self.x_CMF) if gram_CMM is None else gram_CMM
+        run_T = _run_T(theta_R, run_V)
+        w_RFH, b_RH = self._first_layer(self.leaf_R, vmaps=1)
+        self.output_CRMH = jnp.einsum("cmf,rfh->crmh", self.x_CMF, w_RFH) + b_RH[..., None, :]
+        self.rest_R = self._rest(self.leaf_R)
+        zeros_TMH = jnp.zeros((len(run_T), x_CM.shape[1], self.first.units))
+        self.anchor_T: Parameters = {"A": zeros_TMH, "rest": take(self.rest_R, run_T)}
         if len(run_V):
             self.anchor_T["a"] = jnp.zeros(len(run_T))
 
+    def _first_layer(self, leaves: list[Array], vmaps: int) -> tuple[Array, Array]:
+        """The weights [..., F, H] and the bias [..., H] of the first layer, under so many leading axes."""
+        to_matrix = self.first.to_matrix
+        for _ in range(vmaps):
+            to_matrix = jax.vmap(to_matrix)
+        w = to_matrix(leaves[self.first.weight])
+        if self.first.bias is None:
+            return w, jnp.zeros((1,) * vmaps + (self.first.units,))
+        b = leaves[self.first.bias]
+        return w, b.reshape(*b.shape[:vmaps], self.first.units)
+
+    def _rest(self, leaves: Sequence[Any]) -> list[Any]:
+        """What belongs to the leaves that are not of the first layer."""
+        return [leaf for number, leaf in enumerate(leaves) if number not in (self.first.weight, self.first.bias)]
+
+    def _params(self, w_FH: Array, b_H: Array, rest: Sequence[Array], vmaps: int) -> Parameters:
+        """Parameters of a first layer and the rest, under so many leading axes."""
+        leaves, remaining = [], iter(rest)
+        for number, leaf_R in enumerate(self.leaf_R):
+            like = jax.ShapeDtypeStruct(leaf_R.shape[1:], leaf_R.dtype)
+            if number == self.first.weight:
+                from_matrix = partial(self.first.from_matrix, like=like)
+                for _ in range(vmaps):
+                    from_matrix = jax.vmap(from_matrix)
+                leaves.append(from_matrix(w_FH))
+            elif number == self.first.bias:
+                leaves.append(b_H.reshape(*b_H.shape[:vmaps], *like.shape))
+            else:
+                leaves.append(next(remaining))
+        return jax.tree.unflatten(self.tree, leaves)
+
     def from_params(self, personal_CV: Parameters | None) -> tuple[Parameters, Any]:
         """A = 0, a = 1 for personal models; the inputs are the anchors' outputs, what the start adds, and the Gram rows."""
-        clients, runs, examples, _ = self.output_CRMH.shape
+        clients, runs, _, _ = self.output_CRMH.shape
         models = runs + len(self.run_V)
-        gram_CTMM = jnp.broadcast_to(self.gram_CMM[:, None], (clients, models, examples, examples))
-        rest_CR = _repeat(self.theta_R["rest"], clients)
+        gram_CTMM, others_CTM = _for_models((self.gram_CMM, self.others_CM), models)
+        rest_CR = _repeat(self.rest_R, clients)
         theta_CT = {"A": _repeat(self.anchor_T["A"], clients)}
         if personal_CV is None:
-            return theta_CT | {"rest": rest_CR}, (self.output_CRMH, None, gram_CTMM)
-        theta_CT["rest"] = _join(rest_CR, personal_CV["rest"])
+            return theta_CT | {"rest": rest_CR}, (self.output_CRMH, None, gram_CTMM, others_CTM)
+        leaf_CV = jax.tree.leaves(personal_CV)
+        theta_CT["rest"] = _join(rest_CR, self._rest(leaf_CV))
         theta_CT["a"] = jnp.broadcast_to((np.arange(models) >= runs).astype(np.float32), (clients, models))
-        first_CV = personal_CV["first"]
-        start_CVMH = self.x_CMF[:, None] @ first_CV["w"] + first_CV["b"][:, :, None]
+        w_CVFH, b_CVH = self._first_layer(leaf_CV, vmaps=2)
+        start_CVMH = self.x_CMF[:, None] @ w_CVFH + b_CVH[:, :, None]
         offset_CVMH = start_CVMH - self.output_CRMH[:, self.run_V]
         offset_CTMH = jnp.concatenate([jnp.zeros_like(self.output_CRMH), offset_CVMH], axis=1)
-        return theta_CT, (self.output_CRMH[:, _run_T(self.theta_R, self.run_V)], offset_CTMH, gram_CTMM)
+        anchor_CTMH = self.output_CRMH[:, np.concatenate([np.arange(runs), self.run_V]).astype(int)]
+        return theta_CT, (anchor_CTMH, offset_CTMH, gram_CTMM, others_CTM)
 
     def predict(self, theta: Parameters, batch: Batch) -> Array:
-        """The head's outputs; the gradient does not change a, which the pull alone moves."""
-        anchor_BH, offset_BH, gram_BM = batch.x_B
+        """The outputs of what follows the first layer; the gradient does not change a, which the pull alone moves."""
+        anchor_BH, offset_BH, gram_BM, others_B = batch.x_B
         h_BH = anchor_BH + gram_matmul(theta["A"], gram_BM, batch.first)
         if offset_BH is not None:
             h_BH = h_BH + jax.lax.stop_gradient(theta["a"]) * offset_BH
-        return self.head(theta["rest"], h_BH, batch.key)
+        return self.split.apply_rest(theta["rest"], h_BH, others_B, batch.key)
 
     def delta(self, theta_CR: Parameters) -> ClientUpdates:
         """A and the difference of the other layers; the norms include a bound on the rounding of norms and sums."""
-        update_CR = {"A": theta_CR["A"], "rest": jax.tree.map(jnp.subtract, theta_CR["rest"], self.theta_R["rest"])}
+        update_CR = {"A": theta_CR["A"], "rest": jax.tree.map(jnp.subtract, theta_CR["rest"], self.rest_R)}
         squares_CR, excess_CR = jax.vmap(jax.vmap(self._squares_of_first, (0, None)))(update_CR["A"], self.gram_CMM)
-        size = _size(self.theta_R["rest"])
+        size = _size(self.rest_R)
         if self.layers is None:
             norm_CR = jnp.sqrt(squares_CR + _squares(update_CR["rest"])) + excess_CR
             return ClientUpdates(update_CR, round_up_norm(norm_CR, size))
-        first, rest = self.layers.layer_of[0], self.layers.layer_of[2:]
+        layer_of = self.layers.layer_of
+        first, rest = layer_of[self.first.weight], tuple(self._rest(layer_of))
         squares = _squares_by_layer(update_CR["rest"], rest, self.layers.number)
         squares[first] += squares_CR
         norm_CRL = jnp.sqrt(jnp.stack(squares, axis=-1)).at[..., first].add(excess_CR)
@@ -222,35 +266,37 @@ class LowRank:
         x_CMF = self.x_CMF if self.finite else jnp.where(jnp.isfinite(self.x_CMF), self.x_CMF, 0.0)  # 0 · NaN is NaN
         first_C, rest = scale_C, None
         if self.layers is not None:
-            first_C, rest = scale_C[:, self.layers.layer_of[0]], self.layers.layer_of[2:]
+            first_C = scale_C[:, self.layers.layer_of[self.first.weight]]
+            rest = tuple(self._rest(self.layers.layer_of))
         A_CMH = _scaled(first_C, update_C["A"])
         w_HF = jnp.einsum("cmh,cmf->hf", A_CMH, x_CMF, precision=EXACT)  # transposes A and not the examples
-        return {
-            "first": {"w": w_HF.T, "b": jnp.sum(A_CMH, axis=(0, 1))},
-            "rest": _weighted_sum(scale_C, update_C["rest"], rest),
-        }
+        return self._params(
+            w_HF.T, jnp.sum(A_CMH, axis=(0, 1)), _weighted_sum(scale_C, update_C["rest"], rest), vmaps=0
+        )
 
     def write_out(self, update_C: Parameters) -> Parameters:
         """Xᵀ·A for each client, and the updates of the others."""
         w_CHF = jnp.einsum("cmh,cmf->chf", update_C["A"], self.x_CMF, precision=EXACT)
-        first_C = {"w": jnp.swapaxes(w_CHF, 1, 2), "b": jnp.sum(update_C["A"], axis=1)}
-        return {"first": first_C, "rest": update_C["rest"]}
+        return self._params(jnp.swapaxes(w_CHF, 1, 2), jnp.sum(update_C["A"], axis=1), update_C["rest"], vmaps=1)
 
     def to_params(self, theta_CV: Parameters, personal_CV: Parameters) -> Parameters:
         """W = W0 + a·(Wstart − W0) + Xᵀ·A."""
-        anchor_V, A_CVMH = take(self.theta_R["first"], self.run_V), theta_CV["A"]
-        change_CV = {"w": jnp.einsum("cmf,cvmh->cvfh", self.x_CMF, A_CVMH), "b": jnp.sum(A_CVMH, axis=2)}
-
-        def of_leaf(anchor_V: Array, start_CV: Array, change_CV: Array) -> Array:
-            a_CV = theta_CV["a"].reshape(*theta_CV["a"].shape, *[1] * (anchor_V.ndim - 1))
-            return anchor_V + a_CV * (start_CV - anchor_V) + change_CV
-
-        first_CV = jax.tree.map(of_leaf, anchor_V, personal_CV["first"], change_CV)
-        return {"first": first_CV, "rest": theta_CV["rest"]}
+        A_CVMH = theta_CV["A"]
+        w_CVFH, b_CVH = jnp.einsum("cmf,cvmh->cvfh", self.x_CMF, A_CVMH), jnp.sum(A_CVMH, axis=2)
+        change_CV = jax.tree.leaves(self._params(w_CVFH, b_CVH, theta_CV["rest"], vmaps=2))
+        leaves = []
+        for number, (leaf_R, start_CV) in enumerate(zip(self.leaf_R, jax.tree.leaves(personal_CV), strict=True)):
+            leaf_CV = change_CV[number]
+            if number in (self.first.weight, self.first.bias):
+                anchor_V, a_CV = leaf_R[self.run_V], theta_CV["a"]
+                a_CV = a_CV.reshape(*a_CV.shape, *[1] * (anchor_V.ndim - 1))
+                leaf_CV = anchor_V + a_CV * (start_CV - anchor_V) + leaf_CV
+            leaves.append(leaf_CV)
+        return jax.tree.unflatten(self.tree, leaves)
 
 
 def parametrize(
-    model: Model,
+    network: Network,
     theta_R: Parameters,
     run_V: np.ndarray,
     x_CM: Array,
@@ -259,15 +305,20 @@ def parametrize(
     layers: Layers | None = None,
 ) -> Parametrization:
     """The parametrization in which a chunk of clients trains faster; the arguments are those of ``LowRank``."""
-    if uses_low_rank(model, x_CM.shape[1], math.prod(x_CM.shape[2:]), layers):
-        return LowRank(model, theta_R, run_V, x_CM, gram_CMM, finite, layers)
-    return FullRank(model, theta_R, run_V, x_CM, layers)
+    if uses_low_rank(network, x_CM.shape[1], layers):
+        return LowRank(network, theta_R, run_V, x_CM, gram_CMM, finite, layers)
+    return FullRank(network, theta_R, run_V, x_CM, layers)
 
 
-def gram(x_M: Array) -> Array:
-    """The Gram matrix of a client's examples, X·Xᵀ, with the bias as an input that is always 1."""
-    x_MF = x_M.reshape(x_M.shape[0], -1).astype(jnp.float32)
-    return jnp.matmul(x_MF, materialized_transpose(x_MF), precision=EXACT) + 1.0
+def gram(x_MF: Array, bias: bool) -> Array:
+    """The Gram matrix of a client's rows, X·Xᵀ, with a bias as an input that is always 1."""
+    gram_MM = jnp.matmul(x_MF, materialized_transpose(x_MF), precision=EXACT)
+    return gram_MM + 1.0 if bias else gram_MM
+
+
+def materialized_transpose(a: Array) -> Array:
+    """A matrix transposed in memory: batches of small matrix products are fast on CPUs only so."""
+    return jax.lax.optimization_barrier(a.T)
 
 
 @jax.custom_vjp
@@ -297,6 +348,15 @@ def _run_T(theta_R: Parameters, run_V: np.ndarray) -> np.ndarray:
 def _repeat(parameters: Parameters, clients: int) -> Parameters:
     """The same parameters for every client."""
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (clients, *leaf.shape)), parameters)
+
+
+def _for_models(inputs_C: Any, models: int) -> Any:
+    """Each client's arrays, for each of its models."""
+
+    def of_leaf(leaf_C: Array) -> Array:
+        return jnp.broadcast_to(leaf_C[:, None], (len(leaf_C), models, *leaf_C.shape[1:]))
+
+    return jax.tree.map(of_leaf, inputs_C)
 
 
 def _join(theta_CR: Parameters, personal_CV: Parameters | None) -> Parameters:

@@ -29,13 +29,13 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedhdp.client import LocalTraining, scale_inputs, shuffle
-from fedhdp.engine import kernels
 from fedhdp.engine.checks import check_optimizers
 from fedhdp.engine.chunk import Clients, client_updates
-from fedhdp.engine.low_rank import gram, parametrize, trained_form
+from fedhdp.engine.low_rank import gram, parametrize
+from fedhdp.engine.network import Network
 from fedhdp.mechanism import RoundParams
 from fedhdp.metrics import Metric
-from fedhdp.models import Array, Model, Parameters, use_conv_relu_pool
+from fedhdp.models import Array, Model, Parameters
 from fedhdp.server import Layers, ServerOptimizer, ServerState, Sums, Updates, apply_update, clip_and_sum, finish_round
 
 AXIS = "clients"
@@ -45,7 +45,7 @@ BY_CLIENT, REPLICATED = PartitionSpec(AXIS), PartitionSpec()
 class EngineConfig(NamedTuple):
     """What is fixed when a round is compiled, besides the model, local training and the server's optimizer."""
 
-    inputs: int  # numbers of one example
+    x: jax.ShapeDtypeStruct  # one input as the model gets it
     sizes: tuple[int, ...]  # capacities for examples; a client trains at the smallest that holds its own
     uniform_size: bool  # all clients have as many examples as the only capacity
     replicated: bool  # all examples are on all devices
@@ -97,7 +97,7 @@ class Engine:
     """A compiled round for one model, one way of local training and one layout of the data."""
 
     def __init__(self, model: Model, training: LocalTraining, server: ServerOptimizer, config: EngineConfig):
-        self.model, self.training = trained_form(model, training), training
+        self.model, self.training, self.network = model, training, Network(model, config.x, training)
         self.server, self.config = server, config
         self.run_V = np.array(config.run_V, int)
         self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
@@ -121,7 +121,7 @@ class Engine:
 
     def _gpu_chunk(self) -> int:
         """The chunk on a GPU: many networks, more where clients are dropped as they finish, most where steps are small."""
-        if self.model.head is not None:
+        if self.network.split(self.config.sizes[-1]).first_layer is not None:
             return 256 if len(self.config.sizes) == 1 else 32  # the clients of a chunk are of one capacity
         networks, models = 256 if self.config.uniform_size else 512, self.config.runs + len(self.run_V)
         return max(1, networks // models)
@@ -268,7 +268,7 @@ class Engine:
         params_R, pull_VG = inputs.constants
         finite = jnp.issubdtype(examples.x_N.dtype, jnp.integer)
         layers = self.config.layers
-        parametrization = parametrize(self.model, inputs.theta_R, self.run_V, x_CM, gram_CMM, finite, layers)
+        parametrization = parametrize(self.network, inputs.theta_R, self.run_V, x_CM, gram_CMM, finite, layers)
         clients = Clients(y_CM, chunk.count_C, pull_VG[:, chunk.group_C].T, key_C)
         updates_R, personal_CV = client_updates(
             self.model, self.training, parametrization, clients, personal_CV, inputs.rates, uniform_size
@@ -293,9 +293,13 @@ class Engine:
 
         def on_device(x_N: Array) -> Array:
             x_KM = x_N.reshape(-1, capacity, *x_N.shape[1:])
-            return jax.lax.map(
-                lambda x_M: gram(scale_inputs(x_M, self.config.input_scale)), x_KM, batch_size=self.chunk
-            )
+            split = self.network.split(capacity)
+
+            def of_client(x_M: Array) -> Array:
+                rows_MF, _ = split.first_rows(scale_inputs(x_M, self.config.input_scale))
+                return gram(rows_MF, split.has_bias)
+
+            return jax.lax.map(of_client, x_KM, batch_size=self.chunk)
 
         return self._shard_map(on_device, (self._example_spec,), self._example_spec)(x_N)
 
@@ -308,7 +312,7 @@ class Engine:
             theta, input_scale = self.unravel(theta_P), self.config.input_scale
 
             def apply(x_1: Array) -> Array:
-                return self.model.apply(theta, scale_inputs(x_1, input_scale)[None], None)[0]
+                return self.network.apply(theta, scale_inputs(x_1, input_scale)[None], None)[0]
 
             return jax.lax.map(apply, x_N, batch_size=256)
 
@@ -341,7 +345,7 @@ class Engine:
                 real_M = jnp.arange(capacity) < slot.count_C[0]
 
                 def of_model(theta: Parameters) -> tuple[Array, Array | None]:
-                    outputs_M = self.model.apply(theta, x_CM[0], None)
+                    outputs_M = self.network.apply(theta, x_CM[0], None)
                     return _values(metrics, outputs_M, y_CM[0], real_M), outputs_M if with_outputs else None
 
                 values = [jax.vmap(of_model)(theta_R)]
@@ -373,13 +377,8 @@ class Engine:
         return self._shard_map(on_device, (BY_CLIENT,) * 3, BY_CLIENT)(buffer_C, rows_B, index_B)
 
     def _shard_map(self, on_device: Callable, in_specs: tuple, out_specs: Any) -> Callable:
-        """A function of one device mapped over the mesh, with the kernels of this device."""
-
-        def with_kernels(*arguments: Any) -> Any:
-            with use_conv_relu_pool(kernels.conv_relu_pool):
-                return on_device(*arguments)
-
-        return jax.shard_map(with_kernels, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        """A function of one device mapped over the mesh."""
+        return jax.shard_map(on_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def _values(metrics: tuple[Metric, ...], outputs_M: Array, y_M: Array, real_M: Array) -> Array:

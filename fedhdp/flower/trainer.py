@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedhdp.client import LocalTraining, scale_inputs, shuffle
-from fedhdp.engine import kernels
 from fedhdp.engine.chunk import Clients, client_updates
 from fedhdp.engine.evaluation import model_metrics
-from fedhdp.engine.low_rank import parametrize, trained_form
+from fedhdp.engine.low_rank import parametrize
+from fedhdp.engine.network import Network
 from fedhdp.errors import ModelError
 from fedhdp.flower.clientapp import Trainer
 from fedhdp.flower.protocol import Arrays, array_shapes
 from fedhdp.metrics import measure
-from fedhdp.models import Model, Parameters, take, use_conv_relu_pool
+from fedhdp.models import Model, Parameters, take
 from fedhdp.rng import BATCHES, MODEL, stream
 
 
@@ -102,8 +102,6 @@ def jax_trainer(
 def _compile(model: Model, training: LocalTraining, input_scale: float | None) -> Callable:
     """A compiled round of one client, a chunk of one."""
 
-    model = trained_form(model, training)
-
     def train(theta, personal, x_M, y_M, pull, key, rates):
         count = len(y_M)
         order_M = shuffle(key, count, count)
@@ -112,11 +110,11 @@ def _compile(model: Model, training: LocalTraining, input_scale: float | None) -
         personal_CV = None if personal is None else take(personal, (None, None))
         run_V, pull_CV = np.zeros(0 if personal is None else 1, int), jnp.full((1, 0 if personal is None else 1), pull)
         clients = Clients(y_CM, jnp.array([count]), pull_CV, key[None])
-        with use_conv_relu_pool(kernels.conv_relu_pool):
-            parametrization = parametrize(model, theta_R, run_V, x_CM)
-            updates, personal_CV = client_updates(
-                model, training, parametrization, clients, personal_CV, rates, uniform_size=True
-            )
+        network = Network(model, jax.ShapeDtypeStruct(x_CM.shape[2:], x_CM.dtype), training)
+        parametrization = parametrize(network, theta_R, run_V, x_CM)
+        updates, personal_CV = client_updates(
+            model, training, parametrization, clients, personal_CV, rates, uniform_size=True
+        )
         update = parametrization.weighted_sum(
             jnp.ones(1), jax.tree.map(lambda leaf_CR: leaf_CR[:, 0], updates.update_CR)
         )

@@ -14,7 +14,8 @@ import pytest
 from fedhdp.engine import kernels
 from fedhdp.engine.kernels import pallas
 from fedhdp.engine.kernels.pallas import PIXEL, ConvShape, Piece
-from fedhdp.models import cnn, conv_relu_pool, dense, use_conv_relu_pool
+from fedhdp.engine.patches import convolve_and_pool
+from fedhdp.models import dense
 
 
 def library(layer: dict, image: jax.Array, kernel: int) -> jax.Array:
@@ -28,6 +29,22 @@ def library(layer: dict, image: jax.Array, kernel: int) -> jax.Array:
 def in_kernels(layer: dict, image: jax.Array, kernel: int, interpret: bool = True) -> jax.Array:
     shape = ConvShape(*image.shape, layer["w"].shape[-1], kernel)
     return pallas.conv_relu_pool(image, layer["w"], layer["b"], shape, interpret)
+
+
+def in_product(layer: dict, image: jax.Array, kernel: int) -> jax.Array:
+    weight = layer["w"].reshape(kernel, kernel, image.shape[-1], -1)
+    return jax.nn.relu(convolve_and_pool(image, weight, same_size(kernel)) + layer["b"])
+
+
+def engines(layer: dict, image: jax.Array, kernel: int) -> jax.Array:
+    """What the engine takes."""
+    weight = layer["w"].reshape(kernel, kernel, image.shape[-1], -1)
+    return kernels.conv_relu_pool(image, weight, layer["b"], same_size(kernel))
+
+
+def same_size(kernel: int) -> tuple:
+    """The padding with which a convolution has as many outputs as pixels."""
+    return (((kernel - 1) // 2, kernel // 2),) * 2
 
 
 def layers(count: int, kernel: int, inputs: int, outputs: int) -> dict:
@@ -59,7 +76,7 @@ def assert_same(convolve, layers: dict, image: jax.Array, kernel: int) -> None:
 @pytest.mark.parametrize("kernel", [2, 3, 5])
 def test_matrix_product_is_the_librarys_convolution(kernel):
     image = jax.random.normal(jax.random.key(3), (2, 2, 6, 8, 3))
-    assert_same(conv_relu_pool, layers(2, kernel, 3, 4), image, kernel)
+    assert_same(in_product, layers(2, kernel, 3, 4), image, kernel)
 
 
 @pytest.mark.slow
@@ -97,7 +114,7 @@ def test_sizes_that_do_not_suit_kernels_are_a_matrix_product(monkeypatch, inputs
     monkeypatch.setattr(kernels, "on_nvidia", lambda: True)
     layer = jax.tree.map(lambda leaf: leaf[0], layers(1, 3, inputs, outputs))
     image = jax.random.normal(jax.random.key(0), (2, 4, 4, inputs))
-    np.testing.assert_allclose(kernels.conv_relu_pool(layer, image, 3), library(layer, image, 3), atol=1e-5)
+    np.testing.assert_allclose(engines(layer, image, 3), library(layer, image, 3), atol=1e-5)
 
 
 def test_nvidia_gpu_uses_the_kernels(monkeypatch):
@@ -105,30 +122,27 @@ def test_nvidia_gpu_uses_the_kernels(monkeypatch):
     monkeypatch.setattr(kernels, "on_nvidia", lambda: True)
     monkeypatch.setattr(pallas, "conv_relu_pool", lambda image, w, b, shape: shapes.append(shape))
     layer = jax.tree.map(lambda leaf: leaf[0], layers(1, 3, 16, 32))
-    kernels.conv_relu_pool(layer, jnp.zeros((20, 14, 14, 16)), 3)
+    engines(layer, jnp.zeros((20, 14, 14, 16)), 3)
     assert shapes == [ConvShape(20, 14, 14, 16, 32, 3)]
 
 
-@pytest.mark.slow
-def test_cnn_computes_with_the_substituted_function():
-    calls, model = [], cnn(8, 3, channels=(2, 3), hidden=6)
-
-    def recorded(layer: dict, image: jax.Array, kernel: int) -> jax.Array:
-        calls.append(image.shape)
-        return conv_relu_pool(layer, image, kernel)
-
-    theta = model.init(jax.random.key(0))
-    with use_conv_relu_pool(recorded):
-        model.apply(theta, jnp.zeros((2, 8, 8)), None)
-    model.apply(theta, jnp.zeros((2, 8, 8)), None)
-    assert calls == [(2, 8, 8, 1), (2, 4, 4, 2)]
+def test_other_padding_is_a_matrix_product(monkeypatch):
+    monkeypatch.setattr(kernels, "on_nvidia", lambda: True)
+    monkeypatch.setattr(pallas, "conv_relu_pool", None)
+    weight = jnp.zeros((3, 3, 16, 32))
+    assert kernels.conv_relu_pool(jnp.zeros((2, 6, 6, 16)), weight, jnp.zeros(32), ((0, 0), (0, 0))).shape == (
+        2,
+        2,
+        2,
+        32,
+    )
 
 
 @pytest.mark.process
 def test_pallas_is_not_imported_without_an_nvidia_gpu():
     code = (
         "import sys, fedhdp.engine.kernels as k, fedhdp.simulation, jax.numpy as jnp; "
-        "k.conv_relu_pool({'w': jnp.zeros((9, 16)), 'b': jnp.zeros(16)}, jnp.zeros((1, 4, 4, 1)), 3); "
+        "k.conv_relu_pool(jnp.zeros((1, 4, 4, 1)), jnp.zeros((3, 3, 1, 16)), jnp.zeros(16), ((1, 1), (1, 1))); "
         "assert k.on_nvidia() or 'fedhdp.engine.kernels.pallas' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

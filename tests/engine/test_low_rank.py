@@ -14,7 +14,8 @@ from norm_search import worst_client
 
 from fedhdp.client import LocalTraining
 from fedhdp.engine.low_rank import FullRank, LowRank, gram_matmul, uses_low_rank
-from fedhdp.models import cnn, linear, mlp, take
+from fedhdp.engine.network import Network
+from fedhdp.models import Model, cnn, linear, mlp, take
 from fedhdp.server import Layers
 
 
@@ -36,10 +37,18 @@ def test_low_rank_training_is_full_rank_training(data):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+def network_of(model: Model, inputs: int = 784) -> Network:
+    return Network(model, jax.ShapeDtypeStruct((inputs,), jnp.float32), LocalTraining())
+
+
+def uses(model: Model, capacity: int, layers: Layers | None = None) -> bool:
+    return uses_low_rank(network_of(model), capacity, layers)
+
+
 def test_low_rank_is_used_where_examples_are_fewer_than_inputs():
-    assert uses_low_rank(mlp(), 40, 784)
-    assert not uses_low_rank(mlp(), 800, 784)
-    assert not uses_low_rank(cnn(), 40, 784)
+    assert uses(mlp(), 40)
+    assert not uses(mlp(), 800)
+    assert not uses(cnn(), 40)
 
 
 def test_gradient_of_gram_matmul_goes_to_the_rows_of_the_batch():
@@ -71,8 +80,11 @@ def test_norm_covers_rounding_where_examples_cancel():
         rng = np.random.default_rng(seed)
         x_M = jnp.asarray(np.tile(rng.random(60, np.float32), (30, 1)))
         A_MH = rng.normal(size=(30, 8)).astype(np.float32)
-        low_rank = LowRank(model, theta_R, np.zeros(0, int), x_M[None])
-        trained_CR = {"A": jnp.asarray(A_MH - A_MH.mean(0))[None, None], "rest": take(theta_R["rest"], None)}
+        low_rank = LowRank(network_of(model, 60), theta_R, np.zeros(0, int), x_M[None])
+        trained_CR = {
+            "A": jnp.asarray(A_MH - A_MH.mean(0))[None, None],
+            "rest": jax.tree.leaves(take(theta_R["rest"], None)),
+        }
         updates = low_rank.delta(trained_CR)
         written_out = low_rank.weighted_sum(jnp.ones(1), take(updates.update_CR, (slice(None), 0)))
         flat_P = np.asarray(ravel_pytree(written_out)[0], np.float64)
@@ -86,9 +98,11 @@ def test_norm_covers_rounding_of_nearly_constant_inputs():
     example_CM = np.stack([value_C, value_C * (1 + gap_C)], axis=1).astype(np.float32)
     model = linear(inputs, 1)
     theta_R = take(model.init(jax.random.key(0)), None)
-    low_rank = LowRank(model, theta_R, np.zeros(0, int), jnp.asarray(example_CM)[..., None] * jnp.ones(inputs))
+    low_rank = LowRank(
+        network_of(model, inputs), theta_R, np.zeros(0, int), jnp.asarray(example_CM)[..., None] * jnp.ones(inputs)
+    )
     A_CRMH = jnp.broadcast_to(jnp.array([[1.0], [-1.0]]), (300, 1, 2, 1))
-    norm_C = low_rank.delta({"A": A_CRMH, "rest": {}}).norm_CR[:, 0]
+    norm_C = low_rank.delta({"A": A_CRMH, "rest": []}).norm_CR[:, 0]
     expected_C = np.sqrt(inputs) * np.abs(np.diff(np.float64(example_CM), axis=1)[:, 0])
     assert (np.asarray(norm_C) >= expected_C).all()
 
@@ -103,8 +117,8 @@ def test_no_client_is_found_that_moves_the_sum_by_more_than_a_clip(inputs, model
 
 
 def test_models_of_too_many_inputs_train_by_all_parameters():
-    assert uses_low_rank(mlp(2**20, 1), 40, 2**20)
-    assert not uses_low_rank(mlp(2**20 + 1, 1), 40, 2**20 + 1)
+    assert uses_low_rank(network_of(mlp(2**20, 1), 2**20), 40)
+    assert not uses_low_rank(network_of(mlp(2**20 + 1, 1), 2**20 + 1), 40)
 
 
 LAYERS = Layers((1, 1, 0, 2), (8, 480, 3, 24))  # of the first layer, the output's bias and the output's weights
@@ -139,5 +153,5 @@ def test_each_layer_is_summed_at_its_own_scale(kind):
 
 
 def test_low_rank_is_not_used_where_a_clip_divides_the_first_layer():
-    assert uses_low_rank(mlp(), 40, 784, Layers((0, 0, 1, 1), (50, 39_200, 10, 500)))
-    assert not uses_low_rank(mlp(), 40, 784, Layers((0, 1, 1, 1), (50, 39_200, 10, 500)))
+    assert uses(mlp(), 40, Layers((0, 0, 1, 1), (50, 39_200, 10, 500)))
+    assert not uses(mlp(), 40, Layers((0, 1, 1, 1), (50, 39_200, 10, 500)))

@@ -73,7 +73,7 @@ def agree(data: FederatedData, mechanism: Mechanism, training: LocalTraining = T
     network = {
         "w1": first["first"]["w"],
         "b1": first["first"]["b"],
-        "w2": first["rest"]["w"].T,
+        "w2": first["rest"]["w"],
         "b2": first["rest"]["b"],
     }
     network = {name: np.asarray(value, np.float64) for name, value in network.items()}

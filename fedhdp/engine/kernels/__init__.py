@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import jax
+from typing import Any
 
-from fedhdp import models
+import jax
+import jax.numpy as jnp
+
+from fedhdp.engine.patches import Padding, convolve_and_pool
 from fedhdp.models import Array
 
 
@@ -13,13 +16,18 @@ def on_nvidia() -> bool:
     return jax.default_backend() == "gpu" and "NVIDIA" in jax.devices()[0].device_kind
 
 
-def conv_relu_pool(layer: dict[str, Array], image: Array, kernel: int) -> Array:
-    """``models.conv_relu_pool`` by kernels, where there is an NVIDIA GPU and the sizes suit them."""
-    if on_nvidia():
+def conv_relu_pool(image: Array, weight: Array, bias: Array, padding: Padding, precision: Any = None) -> Array:
+    """A convolution of stride 1, its rectified linear units and 2 x 2 max pooling.
+
+    By kernels, where there is an NVIDIA GPU and the sizes suit them; else by ``patches.convolve_and_pool``, whose arguments
+    these are, with the bias [outputs].
+    """
+    if on_nvidia() and precision is None and image.dtype == jnp.float32:
         from fedhdp.engine.kernels import pallas
 
-        images, height, width, inputs = image.shape
-        shape = pallas.ConvShape(images, height, width, inputs, layer["w"].shape[-1], kernel)
-        if shape.suits_kernels:
-            return pallas.conv_relu_pool(image, layer["w"], layer["b"], shape)
-    return models.conv_relu_pool(layer, image, kernel)
+        kernel, width, _, outputs = weight.shape
+        images, height, columns, inputs = image.shape
+        shape = pallas.ConvShape(images, height, columns, inputs, outputs, kernel)
+        if kernel == width and shape.suits_kernels and tuple(map(tuple, padding)) == shape.padding:
+            return pallas.conv_relu_pool(image, weight.reshape(-1, outputs), bias, shape)
+    return jax.nn.relu(convolve_and_pool(image, weight, padding, precision) + bias)

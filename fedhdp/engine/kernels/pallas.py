@@ -1,8 +1,8 @@
 """Kernels for a convolution, its rectified linear units and its 2 x 2 max pooling, for many small networks.
 
-``models.conv_relu_pool`` spends its time on writing windows of pixels to memory and reading them again. These kernels read
-the pixels where they are multiplied, and write neither windows nor outputs that are not the maximum. Both compute the same,
-and so do their gradients.
+``patches.convolve_and_pool`` spends its time on writing windows of pixels to memory and reading them again. These kernels
+read the pixels where they are multiplied, and write neither windows nor outputs that are not the maximum. Both compute the
+same, and so do their gradients.
 
 A *cell* is 2 x 2 pixels, of which the maximal output is kept; its *corners* are 0 to 3, row by row. ``argmax`` is for each
 cell and output the corner of the maximum, or NO_ARGMAX where it is not above 0. What a cell's four outputs see together is
@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from fedhdp import models
-from fedhdp.models import Array, max_and_argmax
+from fedhdp.engine.patches import convolve_and_pool, max_and_argmax
+from fedhdp.models import Array
 
 CORNERS = ((0, 0), (0, 1), (1, 0), (1, 1))
 NO_ARGMAX = 4
@@ -69,6 +69,11 @@ class ConvShape(NamedTuple):
         return (self.kernel - 1) // 2
 
     @property
+    def padding(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Zeros around an image, so that outputs are as many as pixels."""
+        return ((self.before, self.kernel - 1 - self.before),) * 2
+
+    @property
     def side(self) -> int:
         """Pixels on a side of the window that a cell sees."""
         return self.kernel + 1
@@ -80,8 +85,9 @@ class ConvShape(NamedTuple):
 
     @property
     def suits_kernels(self) -> bool:
-        """Whether the products of the kernels are of powers of two of at least 16."""
-        return all(is_power_of_two(size, at_least=16) for size in (self.numbers(self.forwards), self.outputs))
+        """Whether images are of whole cells, and the products of the kernels of powers of two of at least 16."""
+        even = self.height % 2 == 0 and self.width % 2 == 0
+        return even and all(is_power_of_two(n, at_least=16) for n in (self.numbers(self.forwards), self.outputs))
 
     @property
     def forwards(self) -> Piece:
@@ -102,7 +108,7 @@ class ConvShape(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def conv_relu_pool(image: Array, w: Array, b: Array, shape: ConvShape, interpret: bool = False) -> Array:
-    """``models.conv_relu_pool`` by kernels, for sizes that suit them.
+    """A convolution, its units and 2 x 2 max pooling by kernels, for sizes that suit them.
 
     Args:
         image: Images [N, height, width, I].
@@ -138,8 +144,8 @@ def _backward(shape: ConvShape, interpret: bool, saved: tuple[Array, ...], g: Ar
     (dw,) = jax.linear_transpose(matrices, w)(jnp.sum(dw_parts, axis=0))
     db = jnp.sum(db_parts, axis=0)
     if shape.inputs == 1:  # the image is data, whose gradient is rarely used; then it is not computed
-        layer = {"w": w, "b": b}
-        (dx,) = jax.vjp(lambda image: models.conv_relu_pool(layer, image, shape.kernel), image)[1](g)
+        weight = w.reshape(shape.kernel, shape.kernel, 1, shape.outputs)
+        (dx,) = jax.vjp(lambda image: jax.nn.relu(convolve_and_pool(image, weight, shape.padding) + b), image)[1](g)
         return dx, dw, db
     dx_shape, tiles = jax.ShapeDtypeStruct((image.size,), jnp.float32), _tiles(shape, BACK_TO_IMAGE)
     run = _kernel("image", _image_kernel, shape, BACK_TO_IMAGE, interpret, dx_shape, tiles)
@@ -197,7 +203,7 @@ def _forward_kernel(shape: ConvShape, launch: Launch, x: Any, w: Any, b: Any, ou
         x_RK = cells.piece(x, shape.forwards, e, f)
         for corner, matrix in uses:
             four[corner] += dot(x_RK, w[matrix])
-    top_RO, argmax_RO = max_and_argmax(*four)
+    top_RO, argmax_RO = max_and_argmax(four)
     top_RO += b[...][None]
     index, real = cells.outputs(0, 0)
     triton.store(out.at[index], jnp.maximum(top_RO, 0.0), mask=real)

@@ -21,7 +21,8 @@ from msgspec.structs import replace
 from fedhdp.client import LocalTraining, scale_inputs
 from fedhdp.data import Examples, FederatedData
 from fedhdp.engine.chunk import Clients, client_updates
-from fedhdp.engine.low_rank import parametrize, trained_form
+from fedhdp.engine.low_rank import parametrize
+from fedhdp.engine.network import Network
 from fedhdp.errors import DataError, require
 from fedhdp.experiments.config import Experiment
 from fedhdp.mechanism import ScheduledMechanism, mechanism_at
@@ -184,11 +185,12 @@ def _padded(x_CM: np.ndarray, y_CM: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 def _compile(model: Model, training: LocalTraining, input_scale: float | None) -> Callable[..., Any]:
     """The local training of some clients from one model, as a compiled function that returns update_CP."""
-    model = trained_form(model, training)
 
     def train(theta: Any, x_CM: Any, y_CM: Any, rates: Any) -> Any:
         clients, count = y_CM.shape[:2]
-        parametrization = parametrize(model, take(theta, None), np.zeros(0, int), scale_inputs(x_CM, input_scale))
+        x_CM = scale_inputs(x_CM, input_scale)
+        network = Network(model, jax.ShapeDtypeStruct(x_CM.shape[2:], x_CM.dtype), training)
+        parametrization = parametrize(network, take(theta, None), np.zeros(0, int), x_CM)
         key_C = jax.random.split(jax.random.key(0), clients)
         chunk = Clients(y_CM, jnp.full(clients, count), jnp.zeros((clients, 0)), key_C)
         updates, _ = client_updates(model, training, parametrization, chunk, None, rates, uniform_size=True)

@@ -1,0 +1,159 @@
+"""Convolutions as products of patches, and pooling as reshapes: fast for many small networks, as are their gradients.
+
+Networks that each have weights of their own make a grouped convolution, which XLA computes slowly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial, reduce
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedhdp.models import Array
+
+Padding = tuple[tuple[int, int], ...]
+
+
+class Convolution(NamedTuple):
+    """How a convolution without groups goes over images, axis by axis of their pixels."""
+
+    strides: tuple[int, ...]
+    padding: Padding
+    dilation: tuple[int, ...]
+    precision: Any = None
+
+
+def convolve(image: Array, weight: Array, convolution: Convolution) -> Array:
+    """A convolution as one product of patches.
+
+    Args:
+        image: Images [N, *pixels, inputs].
+        weight: Weights [*kernel, inputs, outputs].
+        convolution: Strides, padding and dilation.
+
+    Returns:
+        Images [N, *pixels, outputs].
+    """
+    kernel = weight.shape[:-2]
+    padded = _pad(image, convolution.padding)
+    extents = [(k - 1) * d + 1 for k, d in zip(kernel, convolution.dilation, strict=True)]
+    sizes = padded.shape[1:-1]
+    counts = [(n - e) // s + 1 for n, e, s in zip(sizes, extents, convolution.strides, strict=True)]
+
+    def tap(offsets: tuple[int, ...]) -> Array:
+        begins = [o * d for o, d in zip(offsets, convolution.dilation, strict=True)]
+        ends = [b + (c - 1) * s + 1 for b, c, s in zip(begins, counts, convolution.strides, strict=True)]
+        limits = (padded.shape[0], *ends, padded.shape[-1])
+        return jax.lax.slice(padded, (0, *begins, 0), limits, (1, *convolution.strides, 1))
+
+    patches = [tap(offsets) for offsets in product(*map(range, kernel))]
+    rows = patches[0] if len(patches) == 1 else jnp.concatenate(patches, axis=-1)
+    return jnp.matmul(rows, weight.reshape(-1, weight.shape[-1]), precision=convolution.precision)
+
+
+def convolve_and_pool(image: Array, weight: Array, padding: Padding, precision: Any = None) -> Array:
+    """A convolution of stride 1 and 2 x 2 max pooling as one product.
+
+    The four outputs that are pooled see one window of pixels, so a row of the product is that window and gives all four:
+    less than half of what a row for each output would write and read. A window consists of blocks of 2 x 2 pixels.
+
+    Args:
+        image: Images [N, height, width, inputs].
+        weight: Weights [height, width, inputs, outputs] of a kernel.
+        padding: Of height and width.
+        precision: Of the product.
+
+    Returns:
+        Images of half the height and width that the convolution has, rounded down.
+    """
+    inputs, outputs = weight.shape[2:]
+    sizes = [n + sum(p) - k + 1 for n, p, k in zip(image.shape[1:3], padding, weight.shape[:2], strict=True)]
+    cells = [size // 2 for size in sizes]
+    blocks = [(k + 2) // 2 for k in weight.shape[:2]]  # on a side of a window
+    lengths = [2 * (c + b - 1) for c, b in zip(cells, blocks, strict=True)]
+    before = [p[0] for p in padding]
+    after = [length - n - p for length, n, p in zip(lengths, image.shape[1:3], before, strict=True)]
+    padded = _pad(image, tuple(zip(before, after, strict=True)))
+    block = padded.reshape(-1, lengths[0] // 2, 2, lengths[1] // 2, 2, inputs).swapaxes(2, 3)
+    block = block.reshape(*block.shape[:3], -1)
+    offsets = product(*map(range, blocks))
+    windows = jnp.concatenate([block[:, i : i + cells[0], j : j + cells[1]] for i, j in offsets], axis=-1)
+
+    rest = [2 * b - k for b, k in zip(blocks, weight.shape[:2], strict=True)]
+    corners = [
+        jnp.pad(weight, ((p, rest[0] - p), (q, rest[1] - q), (0, 0), (0, 0))) for p, q in product((0, 1), repeat=2)
+    ]
+    matrix = jnp.stack(corners, axis=3).reshape(blocks[0], 2, blocks[1], 2, inputs, -1).swapaxes(1, 2)
+    four = jnp.matmul(windows, matrix.reshape(windows.shape[-1], -1), precision=precision)
+    return max_of_axis(four.reshape(*windows.shape[:3], 4, outputs))
+
+
+def _pad(image: Array, padding: Padding) -> Array:
+    """Images with zeros around them; a negative padding crops."""
+    if not any(map(any, padding)):
+        return image
+    return jax.lax.pad(image, jnp.zeros((), image.dtype), ((0, 0, 0), *((a, b, 0) for a, b in padding), (0, 0, 0)))
+
+
+def _windows(x: Array, window: Sequence[int]) -> tuple[Array, tuple[int, ...], tuple[int, ...]]:
+    """The array with two axes for each, where and in which window; what does not fill a window is left out."""
+    counts = [n // w for n, w in zip(x.shape, window, strict=True)]
+    cropped = jax.lax.slice(x, [0] * x.ndim, [c * w for c, w in zip(counts, window, strict=True)])
+    inside = tuple(2 * axis + 1 for axis, w in enumerate(window) if w > 1)
+    pairs = [size for pair in zip(counts, window, strict=True) for size in pair]
+    return cropped.reshape(pairs), tuple(counts), inside
+
+
+def max_pool(x: Array, window: Sequence[int]) -> Array:
+    """The maximum of windows that do not overlap; ``window``: their size along each axis."""
+    pairs, counts, inside = _windows(x, window)
+    outside = [axis for axis in range(pairs.ndim) if axis not in inside]
+    moved = pairs.transpose(*outside[:-1], *inside, outside[-1])  # the last axis stays last
+    last = moved.shape[-1]
+    rows = moved.reshape(*moved.shape[: len(outside) - 1], math.prod(window), last)
+    return max_of_axis(rows).reshape(counts)
+
+
+def sum_pool(x: Array, window: Sequence[int]) -> Array:
+    """The sum of windows that do not overlap; ``window``: their size along each axis."""
+    pairs, counts, inside = _windows(x, window)
+    return pairs.sum(axis=inside).reshape(counts)
+
+
+def max_of_axis(x: Array) -> Array:
+    """The maximum over the second last axis, whose gradient needs the argmax alone."""
+    return _max_of_axis(x, x.shape[-2])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _max_of_axis(x: Array, size: int) -> Array:
+    return _max_of_axis_forward(x, size)[0]
+
+
+def _max_of_axis_forward(x: Array, size: int) -> tuple[Array, Array]:
+    top, argmax = max_and_argmax([x[..., i, :] for i in range(size)])
+    return top, argmax.astype(jnp.int8 if size <= 128 else jnp.int32)
+
+
+def _max_of_axis_backward(size: int, argmax: Array, g: Array) -> tuple[Array]:
+    return (jnp.where(argmax[..., None, :] == jnp.arange(size, dtype=argmax.dtype)[:, None], g[..., None, :], 0),)
+
+
+_max_of_axis.defvjp(_max_of_axis_forward, _max_of_axis_backward)
+
+
+def max_and_argmax(arrays: Sequence[Array]) -> tuple[Array, Array]:
+    """The elementwise maximum of some arrays, and the number of the first one that has it."""
+
+    def larger(first: tuple[Array, Any], second: tuple[Array, Any]) -> tuple[Array, Any]:
+        return jnp.maximum(first[0], second[0]), jnp.where(second[0] > first[0], second[1], first[1])
+
+    pairs: list[tuple[Array, Any]] = [(array, number) for number, array in enumerate(arrays)]
+    while len(pairs) > 1:
+        pairs = [reduce(larger, pairs[i : i + 2]) for i in range(0, len(pairs), 2)]
+    return pairs[0][0], jnp.asarray(pairs[0][1], jnp.int32)

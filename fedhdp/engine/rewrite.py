@@ -1,0 +1,199 @@
+"""Rules that replace parts of a traced network by faster ones that compute the same.
+
+| part                                                        | is computed as                                         |
+| ----------------------------------------------------------- | ------------------------------------------------------ |
+| a convolution without groups                                | a product of patches                                   |
+| a convolution, a bias, rectified linear units and 2 x 2 max  | one product for the four outputs of a maximum, or a    |
+| pooling, in this order or with the units last                | kernel on NVIDIA GPUs                                  |
+| max and mean pooling of windows that do not overlap          | a reshape; the gradient needs the argmax alone         |
+
+What no rule recognizes stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from fedhdp.engine import kernels
+from fedhdp.engine.patches import Convolution, convolve, convolve_and_pool, max_pool, sum_pool
+from fedhdp.engine.tracing import Program, dtype_of, inner_program, shape_of
+from fedhdp.models import Array
+
+MAX_TAPS = 128  # pixels of a kernel, up to which patches are written out
+
+
+class Used(NamedTuple):
+    """How often rules were used."""
+
+    convolutions: int = 0
+    poolings: int = 0
+
+
+def rewrite(program: Program) -> Used:
+    """Replace what the rules recognize; how often each was used."""
+    poolings = [eqn for eqn in program.eqns if _is_pooling(eqn)]
+    for eqn in poolings:
+        pool = partial(_POOLINGS[eqn.primitive.name], window=eqn.params["window_dimensions"])
+        program.replace(eqn.outvars[0], eqn.invars, pool)
+    convolutions = [eqn for eqn in program.eqns if _suits_patches(eqn)]
+    for eqn in convolutions:
+        if (pooled := _find_pooled(program, eqn)) is not None:
+            program.replace(pooled.output, pooled.inputs, partial(_pooled, eqn, pooled))
+        else:
+            program.replace(eqn.outvars[0], eqn.invars, partial(_convolution, eqn))
+    return Used(len(convolutions), len(poolings))
+
+
+_POOLINGS: dict[str, Callable[..., Array]] = {"reduce_window_max": max_pool, "reduce_window_sum": sum_pool}
+
+
+def _is_pooling(eqn: JaxprEqn) -> bool:
+    """Whether it pools windows that do not overlap."""
+    if eqn.primitive.name not in _POOLINGS:
+        return False
+    params = eqn.params
+    window, ones = tuple(params["window_dimensions"]), (1,) * len(shape_of(eqn.invars[0]))
+    apart = window == tuple(params["window_strides"]) and max(window) > 1
+    plain = tuple(params["base_dilation"]) == tuple(params["window_dilation"]) == ones
+    fills = all(n >= w for n, w in zip(shape_of(eqn.invars[0]), window, strict=True))
+    is_float = jnp.issubdtype(dtype_of(eqn.invars[0]), jnp.floating)
+    return apart and plain and fills and is_float and not any(map(any, params["padding"])) and max(window) <= MAX_TAPS
+
+
+def _suits_patches(eqn: JaxprEqn) -> bool:
+    """Whether it is a convolution without groups, of a kernel that is not too large."""
+    if eqn.primitive.name != "conv_general_dilated":
+        return False
+    params, (image, weight), (out,) = eqn.params, eqn.invars, eqn.outvars
+    plain = params["feature_group_count"] == params["batch_group_count"] == 1 and set(params["lhs_dilation"]) == {1}
+    same_type = dtype_of(image) == dtype_of(weight) == dtype_of(out)
+    taps = math.prod(shape_of(weight)[axis] for axis in params["dimension_numbers"].rhs_spec[2:])
+    return plain and same_type and taps <= MAX_TAPS and math.prod(shape_of(out)) > 0
+
+
+def _ordered(eqn: JaxprEqn, image: Array, weight: Array) -> tuple[Array, Array]:
+    """Images [N, *pixels, inputs] and weights [*kernel, inputs, outputs] of a convolution."""
+    numbers = eqn.params["dimension_numbers"]
+    n, channel, *pixels = numbers.lhs_spec
+    output, inputs, *kernel = numbers.rhs_spec
+    return image.transpose(n, *pixels, channel), weight.transpose(*kernel, inputs, output)
+
+
+def _convolution(eqn: JaxprEqn, image: Array, weight: Array) -> Array:
+    params = eqn.params
+    settings = (params["window_strides"], params["padding"], params["rhs_dilation"], params["precision"])
+    out = convolve(*_ordered(eqn, image, weight), Convolution(*settings))
+    n, channel, *pixels = params["dimension_numbers"].out_spec
+    return out.transpose(np.argsort((n, *pixels, channel)))
+
+
+class PooledConvolution(NamedTuple):
+    """A convolution whose maxima over 2 x 2 pixels alone are used."""
+
+    output: Var  # the maxima, with bias and units if these are next to the pooling
+    axes: str  # of the maxima, as they are in the output, without those of size 1: a part of NHWC
+    has_units: bool
+    inputs: tuple[Any, ...]  # images and weights, and the bias if there is one
+
+
+def _pooled(eqn: JaxprEqn, pooled: PooledConvolution, image: Array, weight: Array, *bias: Array) -> Array:
+    """The maximum is taken before the bias is added and before the units, which are monotone."""
+    images, weights = _ordered(eqn, image, weight)
+    padding, precision = eqn.params["padding"], eqn.params["precision"]
+    if bias and pooled.has_units:
+        out = kernels.conv_relu_pool(images, weights, bias[0].reshape(-1), padding, precision)
+    else:
+        out = convolve_and_pool(images, weights, padding, precision)
+        out = out + bias[0].reshape(-1) if bias else out
+        out = jax.nn.relu(out) if pooled.has_units else out
+    order = sorted(range(4), key=lambda axis: (pooled.axes + "NHWC").index("NHWC"[axis]))
+    return out.transpose(order).reshape(shape_of(pooled.output))
+
+
+def _find_pooled(program: Program, eqn: JaxprEqn) -> PooledConvolution | None:
+    """A convolution of stride 1 that leads through a bias, units and changes of layout to 2 x 2 max pooling alone."""
+    params, var = eqn.params, eqn.outvars[0]
+    if len(shape_of(var)) != 4 or {*params["window_strides"], *params["rhs_dilation"]} != {1}:
+        return None
+    label_of = dict(zip(params["dimension_numbers"].out_spec, "NCHW", strict=True))
+    outputs = shape_of(var)[params["dimension_numbers"].out_spec[1]]
+    axes, bias, has_units, is_pooled = [label_of[axis] for axis in _long(var)], None, False, False
+    found = None
+    while (consumer := program.only_consumer(var)) is not None:
+        after, name = consumer.outvars[0], consumer.primitive.name
+        if name == "add" and bias is None and not has_units:
+            other = next(atom for atom in consumer.invars if atom is not var)
+            axis = _long(var)[axes.index("C")] if "C" in axes else 0
+            bias = along_axis(program, other, axis, outputs) if shape_of(after) == shape_of(var) else None
+            if bias is None:
+                break
+        elif is_relu(consumer) and not has_units:
+            has_units = True
+        elif name == "reduce_window_max" and not is_pooled and _is_pooling(consumer):
+            window = dict(zip(range(len(shape_of(var))), consumer.params["window_dimensions"], strict=True))
+            sizes = {label: window.pop(axis) for axis, label in zip(_long(var), axes, strict=True)}
+            if set(window.values()) - {1} or {k: v for k, v in sizes.items() if v > 1} != {"H": 2, "W": 2}:
+                break
+            kept = [shape_of(after)[axis] > 1 for axis in _long(var)]
+            axes, is_pooled = [label for label, is_kept in zip(axes, kept, strict=True) if is_kept], True
+        elif (moved := _moved(consumer, axes)) is not None:
+            axes = moved
+        else:
+            break
+        var = after
+        if is_pooled:
+            inputs = (*eqn.invars, *([] if bias is None else [bias]))
+            found = PooledConvolution(var, "".join(axes), has_units, inputs)
+    return found
+
+
+def _long(var: Var) -> list[int]:
+    """The axes of more than one number."""
+    return [axis for axis, size in enumerate(shape_of(var)) if size > 1]
+
+
+def _moved(eqn: JaxprEqn, axes: list[str]) -> list[str] | None:
+    """The axes after a change of layout, without those of size 1; None for anything else."""
+    before, after, name = eqn.invars[0], eqn.outvars[0], eqn.primitive.name
+    if isinstance(before, Literal) or len(eqn.invars) > 1:
+        return None
+    if name == "transpose":
+        label_of = dict(zip(_long(before), axes, strict=True))
+        return [label_of[axis] for axis in eqn.params["permutation"] if axis in label_of]
+    sizes = [[shape_of(var)[axis] for axis in _long(var)] for var in (before, after)]
+    return axes if name in ("reshape", "squeeze", "broadcast_in_dim") and sizes[0] == sizes[1] else None
+
+
+def along_axis(program: Program, atom: Any, axis: int, size: int) -> Var | None:
+    """A variable of so many numbers that another one repeats, each at its place along an axis."""
+    while isinstance(atom, Var):
+        if math.prod(shape_of(atom)) == size:
+            return atom if set(_long(atom)) <= {axis} else None
+        eqn = program.producer(atom)
+        if eqn is None or eqn.primitive.name != "broadcast_in_dim":
+            return None
+        dimensions = list(eqn.params["broadcast_dimensions"])
+        if size > 1 and axis not in dimensions:
+            return None
+        atom, axis = eqn.invars[0], dimensions.index(axis) if axis in dimensions else 0
+    return None
+
+
+def is_relu(eqn: JaxprEqn) -> bool:
+    """Whether it is ``jax.nn.relu``, whose derivative at 0 is 0."""
+    if eqn.primitive.name != "custom_jvp_call":
+        return False
+    while (inner := inner_program(eqn)) is not None:
+        if len(inner.jaxpr.eqns) != 1:
+            return False
+        eqn = inner.jaxpr.eqns[0]
+    zero = [atom.val for atom in eqn.invars if isinstance(atom, Literal)]
+    return eqn.primitive.name == "max" and len(zero) == 1 and np.ndim(zero[0]) == 0 and zero[0] == 0

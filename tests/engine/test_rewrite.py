@@ -1,0 +1,170 @@
+"""Rewritten networks: the same outputs and gradients as the model's own ``apply``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedhdp.client import LocalTraining
+from fedhdp.engine import patches, rewrite
+from fedhdp.engine.network import Network
+from fedhdp.models import Model, cnn
+
+NUMBERS = {"NHWC": ("NHWC", "HWIO", "NHWC"), "NCHW": ("NCHW", "OIHW", "NCHW"), "mixed": ("NCHW", "HWIO", "NHWC")}
+
+
+def network_of(model: Model, shape: tuple[int, ...], batch_size: int = 4) -> Network:
+    return Network(model, jax.ShapeDtypeStruct(shape, jnp.float32), LocalTraining(1, batch_size))
+
+
+def assert_same(model: Model, shape: tuple[int, ...], networks: int = 2) -> Network:
+    """Outputs and gradients, of several networks side by side as the engine computes them."""
+    network, key = network_of(model, shape), jax.random.key(1)
+    theta_V = jax.vmap(model.init)(jax.random.split(jax.random.key(0), networks))
+    x_VN = jax.random.normal(jax.random.key(2), (networks, 3, *shape))
+
+    def values(apply: Callable, key: Any) -> Any:
+        def of_one(theta: Any, x_N: jax.Array) -> Any:
+            out_N = apply(theta, x_N, key)
+            weight = jax.random.normal(jax.random.key(4), out_N.shape)
+            return jnp.sum(weight * out_N), out_N
+
+        return jax.vmap(jax.value_and_grad(of_one, argnums=(0, 1), has_aux=True))(theta_V, x_VN)
+
+    for step_key in (None, key):
+        pairs = zip(
+            *map(jax.tree.leaves, (values(network.apply, step_key), values(model.apply, step_key))), strict=True
+        )
+        for a, b in pairs:
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    return network
+
+
+class Stack:
+    """A network of convolutions, units and pooling in any layout, and a dense layer."""
+
+    def __init__(self, layout: str, channels: int, size: tuple[int, int], stages: list[dict]):
+        self.layout, self.channels, self.stages = layout, channels, stages
+        self.shape = (*size, channels) if layout == "NHWC" else (channels, *size)
+
+    def model(self) -> Model:
+        def init(key: jax.Array) -> Any:
+            keys = jax.random.split(key, 2 * len(self.stages) + 1)
+            layers, inputs = [], self.channels
+            for stage, w_key, b_key in zip(self.stages, keys[1::2], keys[2::2], strict=True):
+                sizes = {"H": stage["kernel"][0], "W": stage["kernel"][1], "I": inputs, "O": stage["outputs"]}
+                w = jax.random.normal(w_key, [sizes[axis] for axis in NUMBERS[self.layout][1]]) / 3
+                layers.append({"w": w, "b": jax.random.normal(b_key, (stage["outputs"],))})
+                inputs = stage["outputs"]
+            flat = jax.eval_shape(self.convolutions, layers, jax.ShapeDtypeStruct((1, *self.shape), jnp.float32)).size
+            return {"layers": layers, "w": jax.random.normal(keys[0], (flat, 3)) / flat**0.5}
+
+        def apply(parameters: Any, x_N: jax.Array, key: jax.Array | None) -> jax.Array:
+            image = self.convolutions(parameters["layers"], x_N)
+            return image.reshape(len(image), -1) @ parameters["w"]
+
+        return Model(init, apply)
+
+    def convolutions(self, layers: Any, image: jax.Array) -> jax.Array:
+        images, weights, out = NUMBERS[self.layout]
+        for layer, stage in zip(layers, self.stages, strict=True):
+            settings = {"rhs_dilation": stage["dilation"], "dimension_numbers": (images, weights, out)}
+            image = jax.lax.conv_general_dilated(image, layer["w"], stage["strides"], stage["padding"], **settings)
+            bias = layer["b"].reshape([-1 if axis == "C" else 1 for axis in out])
+            for step in stage["after"]:
+                image = self.step(step, image, bias, out)
+            image = jnp.transpose(image, [out.index(axis) for axis in images])
+        return image
+
+    def step(self, name: str, image: jax.Array, bias: jax.Array, layout: str) -> jax.Array:
+        if name in ("bias", "relu", "tanh"):
+            return {"bias": lambda: image + bias, "relu": lambda: jax.nn.relu(image), "tanh": lambda: jnp.tanh(image)}[
+                name
+            ]()
+        window = [2 if axis in "HW" else 1 for axis in layout]
+        if any(n < w for n, w in zip(image.shape, window, strict=True)):
+            return image
+        if name == "mean":
+            return jax.lax.reduce_window(image, 0.0, jax.lax.add, window, window, "VALID") / 4
+        strides = window if name == "max" else [1] * 4  # overlapping windows stay as they are
+        return jax.lax.reduce_window(image, -jnp.inf, jax.lax.max, window, strides, "VALID")
+
+
+@st.composite
+def stages(draw: st.DrawFn) -> dict:
+    pair = st.tuples(st.integers(1, 2), st.integers(1, 2))
+    kernel = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    padding = draw(st.sampled_from(["SAME", ((2, 2), (2, 2)), ((2, 1), (1, 3))]))
+    steps = ["bias", "relu", "tanh", "max", "overlapping", "mean"]
+    usual = st.sampled_from(
+        [["bias", "relu", "max"], ["bias", "max", "relu"], ["max", "bias", "relu"], ["relu", "max"]]
+    )
+    after = draw(usual | st.lists(st.sampled_from(steps), max_size=4))
+    plain = draw(st.booleans())
+    strides, dilation = ((1, 1), (1, 1)) if plain else (draw(pair), draw(pair))
+    settings = {"kernel": kernel, "padding": padding, "strides": strides, "dilation": dilation, "after": after}
+    return settings | {"outputs": draw(st.integers(1, 4))}
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_random_networks_are_the_same(data):
+    size, channels = data.draw(st.tuples(st.integers(6, 9), st.integers(6, 9))), data.draw(st.integers(1, 3))
+    layout, drawn = data.draw(st.sampled_from(list(NUMBERS))), data.draw(st.lists(stages(), min_size=1, max_size=3))
+    stack = Stack(layout, channels, size, drawn)
+    assert_same(stack.model(), stack.shape)
+
+
+def convolution(layout: str, *after: str) -> tuple[Model, tuple[int, ...]]:
+    stage = {"kernel": (3, 3), "padding": "SAME", "strides": (1, 1), "dilation": (1, 1), "outputs": 3}
+    stack = Stack(layout, 2, (8, 6), [stage | {"after": after}])
+    return stack.model(), stack.shape
+
+
+@pytest.mark.parametrize("layout", NUMBERS)
+@pytest.mark.parametrize("after", [("bias", "relu", "max"), ("max", "bias", "relu"), ("relu", "max")], ids=" ".join)
+def test_convolution_and_pooling_are_one_product(monkeypatch, layout, after):
+    calls: list = []
+    monkeypatch.setattr(rewrite, "convolve_and_pool", lambda *a: (calls.append(1), patches.convolve_and_pool(*a))[1])
+    kernel = lambda x, w, b, *a: (calls.append(2), jax.nn.relu(patches.convolve_and_pool(x, w, *a) + b))[1]  # noqa: E731
+    monkeypatch.setattr(rewrite.kernels, "conv_relu_pool", kernel)
+    network = assert_same(*convolution(layout, *after))
+    assert set(calls) == ({2} if "bias" in after else {1})
+    assert network.traced(3, False).used == (1, 1)
+
+
+def primitives(function: Callable, *arguments: Any) -> str:
+    return str(jax.make_jaxpr(function)(*arguments))
+
+
+def test_convolutions_and_poolings_are_gone():
+    network = network_of(cnn(8, 3, channels=(2, 3), hidden=6), (8, 8))
+    theta = network.model.init(jax.random.key(0))
+    program = primitives(lambda theta: network.apply(theta, jnp.zeros((2, 8, 8)), None), theta)
+    assert not [name for name in ("conv_general_dilated", "reduce_window") if name in program]
+
+
+def test_what_is_not_recognized_stays():
+    """Grouped convolutions, windows that overlap, and functions with a derivative of their own."""
+
+    def apply(parameters: Any, x_N: jax.Array, key: Any) -> jax.Array:
+        image = jax.lax.conv_general_dilated(
+            x_N, parameters["w"], (1, 1), "SAME", dimension_numbers=NUMBERS["NHWC"], feature_group_count=2
+        )
+        image = jax.lax.reduce_window(image, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+        return jax.checkpoint(jnp.sin)(jax.nn.gelu(image)).sum(axis=(1, 2))
+
+    model = Model(lambda key: {"w": jax.random.normal(key, (3, 3, 1, 4))}, apply)
+    assert assert_same(model, (6, 6, 2)).traced(3, False).used == (0, 0)
+
+
+def test_dropout_is_that_of_the_same_key():
+    assert_same(cnn(8, 3, channels=(2, 3), hidden=6), (8, 8))

@@ -21,7 +21,7 @@ COSINE = {"schedule": "cosine_decay_schedule", "init_value": 0.4, "decay_steps":
 
 def network(theta: dict) -> reference.Network:
     """The parameters of ``mlp`` as the reference has them."""
-    parts = (theta["first"]["w"], theta["first"]["b"], theta["rest"]["w"].T, theta["rest"]["b"])
+    parts = (theta["first"]["w"], theta["first"]["b"], theta["rest"]["w"], theta["rest"]["b"])
     return {name: np.asarray(part, np.float64) for name, part in zip(("w1", "b1", "w2", "b2"), parts, strict=True)}
 
 

@@ -21,7 +21,7 @@ SIMULATED_LEVELS = ("open", "relaxed", "relaxed", "strict", "strict")  # of virt
 def logits(model: dict[str, Any], x_NF: Any) -> Any:
     """The same network on named arrays of NumPy, or of a framework with the same operators."""
     hidden_NH = x_NF @ model["first/w"] + model["first/b"]
-    return (hidden_NH * (hidden_NH > 0)) @ model["rest/w"].T + model["rest/b"]
+    return (hidden_NH * (hidden_NH > 0)) @ model["rest/w"] + model["rest/b"]
 
 
 def choose_level(context: Context) -> str | None:

@@ -50,7 +50,7 @@ ADAM = LocalTraining(2, 4, optimizer=optax.adam(0.01))
         ({"training": LocalTraining(2, 4)}, "by all parameters, as a client has 16 examples, no fewer than inputs"),
         (
             {"training": ADAM},
-            "first layer: first/w (12 inputs → 5 units) by all parameters, as the optimizer is not plain SGD",
+            "first/w (12 inputs → 5 units) by all parameters, as the optimizer is not plain SGD",
         ),
     ],
 )

@@ -94,7 +94,8 @@ def rivals_table(comparison: Comparison) -> TextTable:
         for label in rival_labels(part, labels) if f"{part}: {OURS}" in labels else ():
             cell = difference_of_rows(comparison, [label, f"{part}: {OURS}"])
             wins = cell.half is not None and abs(cell.mean) > cell.half
-            winner = ("the rival" if cell.mean > 0 else "FedHDP") if wins else "within the interval"
+            even = "one seed" if cell.half is None else "within the interval"
+            winner = ("the rival" if cell.mean > 0 else "FedHDP") if wins else even
             rows.append([label, f"{cell.mean:+.2f}" + ("" if cell.half is None else f" ±{cell.half:.2f}"), winner])
             parts.append(part)
     return TextTable(["rival", f"above {OURS}", "wins"], rows, parts)

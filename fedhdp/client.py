@@ -49,7 +49,7 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         decay: Both rates are multiplied by it every ``decay_every`` rounds.
         decay_every: Rounds between two decays.
         personalize: Whether clients have personal models.
-        personal_epochs: Epochs of the personal model in each round; by default as many as ``epochs``.
+        personal_epochs: Epochs of the personal model in each round, which may be more or fewer; by default ``epochs``.
         proximal: The pull of the global model towards its start (FedProx).
         drop_remainder: Whether an epoch leaves out a last batch that is incomplete, unless it is the only one.
         optimizer: An OptimizerConfig, its table or any optax transformation, whose rate is its own. None: gradient descent.
@@ -75,8 +75,7 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             number = getattr(self, field)
             require(1 <= number <= MAX_COUNT, field, number, f"between 1 and {MAX_COUNT:,}")
         if self.personal_epochs is not None:
-            valid = 1 <= self.personal_epochs <= self.epochs
-            require(valid, "personal_epochs", self.personal_epochs, f"between 1 and epochs ({self.epochs})")
+            require(self.personal_epochs >= 1, "personal_epochs", self.personal_epochs, "at least 1")
         require(0 < self.decay <= 1, "decay", self.decay, "above 0 and at most 1")
         self._check_rates()
         require(0 <= self.proximal < math.inf, "proximal", self.proximal, "finite and at least 0")

@@ -7,6 +7,7 @@ are batched, and which noise is drawn. The network and its gradient are written 
 from __future__ import annotations
 
 import math
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -69,14 +70,12 @@ def client_update(theta_0: Network, theta_j: Network, x: np.ndarray, y: np.ndarr
     batches = [order[i : i + training.batch_size] for i in range(0, len(order), training.batch_size)]
     if training.drop_remainder and len(batches) > 1 and len(batches[-1]) < training.batch_size:
         batches = batches[:-1]
-    for epoch in range(training.epochs):
-        for batch in batches:
-            g = gradient(theta, x[batch], y[batch])
-            theta = descend(theta, {n: g[n] + training.proximal * (theta[n] - theta_0[n]) for n in theta})
-            if epoch >= (training.personal_epochs or training.epochs):
-                continue
-            g = gradient(theta_j, x[batch], y[batch])
-            theta_j = descend_personal(theta_j, {n: g[n] + pull * (theta_j[n] - theta_0[n]) for n in theta_j})
+    for _, batch in itertools.product(range(training.epochs), batches):
+        g = gradient(theta, x[batch], y[batch])
+        theta = descend(theta, {n: g[n] + training.proximal * (theta[n] - theta_0[n]) for n in theta})
+    for _, batch in itertools.product(range(training.personal_epochs or training.epochs), batches):
+        g = gradient(theta_j, x[batch], y[batch])
+        theta_j = descend_personal(theta_j, {n: g[n] + pull * (theta_j[n] - theta_0[n]) for n in theta_j})
     return flat(theta) - flat(theta_0), theta_j
 
 

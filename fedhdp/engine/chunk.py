@@ -59,9 +59,8 @@ def client_updates(
     model_CT = jax.vmap(jax.vmap(partial(_start, training)), (0, None))(theta_CT, rate_T)
     batches_C = training.batches(clients.count_C)
 
-    def train(model_CT: TrainedModel, epochs: range) -> TrainedModel:
-        """These epochs, of the first models of each client."""
-        models = _length(take(model_CT, 0))
+    def train(model_CT: TrainedModel, epochs: range, which: slice = slice(None)) -> TrainedModel:
+        """These epochs, of the models that are given, which are those of each client."""
 
         def of_chunk(model_CT: TrainedModel, batches: Array | None = None, steps: tuple | None = None) -> TrainedModel:
             """Some steps of the first clients of the chunk."""
@@ -74,7 +73,7 @@ def client_updates(
                     return local_train(parametrization.predict, model.loss, start, anchor, pull, optimizer, schedule)
 
                 anchor_T, others_T = parametrization.anchor_T, (pull_T, rate_T, inputs_T)
-                return jax.vmap(of_model)(model_T, *take((anchor_T, *others_T), slice(models)))
+                return jax.vmap(of_model)(model_T, *take((anchor_T, *others_T), which))
 
             of_clients = (inputs_CT, pull_CT, clients.y_CM, clients.count_C, clients.key_C)
             return jax.vmap(of_client)(model_CT, *take(of_clients, slice(_length(model_CT))))
@@ -85,12 +84,15 @@ def client_updates(
             return ragged(of_chunk, model_CT, batches_C, len(epochs))
         return of_chunk(model_CT, jnp.max(batches_C))
 
-    # Personal models may stop before the global ones.
-    together = training.epochs if personal_CV is None else training.personal_epochs or training.epochs
+    # Personal models may stop before the global ones, or go on after them.
+    personal_epochs = training.epochs if personal_CV is None else training.personal_epochs or training.epochs
+    together = min(training.epochs, personal_epochs)
     model_CT = train(model_CT, range(together))
     model_CR, model_CV = _models(model_CT, slice(runs)), _models(model_CT, slice(runs, None))
     if together < training.epochs:
-        model_CR = train(model_CR, range(together, training.epochs))
+        model_CR = train(model_CR, range(together, training.epochs), slice(runs))
+    if together < personal_epochs:
+        model_CV = train(model_CV, range(together, personal_epochs), slice(runs, None))
     updates = parametrization.delta(model_CR.theta)
     return updates, None if personal_CV is None else parametrization.to_params(model_CV.theta, personal_CV)
 

@@ -30,7 +30,9 @@ def test_padding_changes_no_result(model, shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"drop_remainder": True}, {"personal_epochs": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"drop_remainder": True}, {"personal_epochs": 2}, {"personal_epochs": 7}], ids=str
+)
 @pytest.mark.parametrize("kind", [LowRank, FullRank])
 def test_client_trains_the_same_in_any_chunk(kind, settings):
     """Also a client with few batches beside others with many, in lockstep (LowRank) and ragged (FullRank)."""

@@ -25,7 +25,7 @@ from fedhdp.server import Layers
 def test_low_rank_training_is_full_rank_training(data):
     inputs, hidden, classes = data.draw(st.integers(2, 40)), data.draw(st.integers(1, 8)), data.draw(st.integers(2, 5))
     batch, epochs = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 4))
-    personal_epochs = data.draw(st.none() | st.integers(1, epochs))
+    personal_epochs = data.draw(st.none() | st.integers(1, 2 * epochs))
     counts = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=4))
     model = data.draw(st.sampled_from([mlp(inputs, hidden, classes), linear(inputs, classes)]))
     rates = {"learning_rate": 0.2, "personal_learning_rate": 0.1}

@@ -57,8 +57,8 @@ def test_rounds_agree_with_plain_loops_for_clients_of_one_size():
 @pytest.mark.parametrize("sizes", [[7] * 19, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6]])
 @pytest.mark.parametrize(
     "otherwise",
-    [{"drop_remainder": True}, {"personal_epochs": 1}, {"proximal": 0.8}, ADAM, CLIPPED],
-    ids=["drop_remainder", "personal_epochs", "proximal", "adam", "optax"],
+    [{"drop_remainder": True}, {"personal_epochs": 1}, {"personal_epochs": 5}, {"proximal": 0.8}, ADAM, CLIPPED],
+    ids=["drop_remainder", "personal_epochs", "more personal_epochs", "proximal", "adam", "optax"],
 )
 def test_rounds_agree_with_plain_loops_for_other_training(sizes, otherwise):
     rates = {"learning_rate": None, "decay": 1.0} if "optimizer" in otherwise else {}

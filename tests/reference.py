@@ -6,8 +6,8 @@ are batched, and which noise is drawn. The network and its gradient are written 
 
 from __future__ import annotations
 
-import math
 import itertools
+import math
 from collections.abc import Callable
 
 import jax

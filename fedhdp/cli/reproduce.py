@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import click
 import typer
+from msgspec.structs import asdict
 from rich.console import Console
 from rich.table import Table
 
@@ -34,7 +35,9 @@ TableName = Annotated[
 Seeds = Annotated[str, typer.Option(metavar="K or A-B", help="The first K seeds, or seeds A to B.")]
 Rows = Annotated[
     str | None,
-    typer.Option(help="Comma-separated rows, such as dp-fedavg, fedhdp:0.01 or extensions. Default: all rows."),
+    typer.Option(
+        help="Comma-separated rows, such as dp-fedavg, fedhdp:0.01, extensions or ours (the same). Default: all rows."
+    ),
 ]
 DataSource = Annotated[
     str, typer.Option(help="auto (the paper's, or the nearest available), mnist, tff, leaf, writers or handwriting.")
@@ -132,6 +135,7 @@ def reproduce(
     from fedhdp.reproduction.comparison import load
     from fedhdp.reproduction.extensions import parse_rows
     from fedhdp.reproduction.render import write
+    from fedhdp.reproduction.summary import row_reports
     from fedhdp.reproduction.tables import ROUNDS, Options
 
     parse_rows(name, rows)  # an unknown table or row is the first error
@@ -153,7 +157,7 @@ def reproduce(
         _run(parts, folder, _command(context), out, errors)
     comparison = load(folder, name)
     paths = write(folder, comparison)
-    print_json(comparison) if json else _print(comparison)
+    print_json(asdict(comparison) | {"rows": row_reports(comparison)}) if json else _print(comparison)
     errors.print(f"written to {folder}: {', '.join(path.name for path in paths)}", style="dim", soft_wrap=True)
     _write_page(folder, comparison, json)
 

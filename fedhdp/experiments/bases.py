@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
 class _Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
     size: int = 64
+    scale: float = 1.0  # the root mean square of the columns' lengths
 
     def __post_init__(self) -> None:
         require(self.size >= 1, "size", self.size, "at least 1")
+        require(0 < self.scale < math.inf, "scale", self.scale, "finite and above 0")
 
     @property
     def columns(self) -> int:
@@ -49,11 +51,11 @@ class CosineBasis(_Basis, frozen=True, tag="cosine"):
         """The matrix."""
         shape, inputs = self.shape or data.input_shape, math.prod(data.input_shape)
         require(math.prod(shape) == inputs, "shape", shape, f"of {inputs} inputs, as the data has")
-        return cosine_basis(shape, self.size, self.exponent)
+        return cosine_basis(shape, self.size, self.exponent) * np.float32(self.scale)
 
     def about(self) -> str:
         """The basis in words, for tables."""
-        return f"{self.size} cosines, exponent {self.exponent:g}"
+        return f"{self.size} cosines, exponent {self.exponent:g}, scale {self.scale:g}"
 
 
 class RandomBasis(_Basis, frozen=True, tag="random"):
@@ -63,11 +65,11 @@ class RandomBasis(_Basis, frozen=True, tag="random"):
 
     def make(self, data: FederatedData, opted_out: Collection[str]) -> np.ndarray:
         """The matrix."""
-        return random_basis(int(np.prod(data.input_shape)), self.size, self.seed)
+        return random_basis(int(np.prod(data.input_shape)), self.size, self.seed) * np.float32(self.scale)
 
     def about(self) -> str:
         """The basis in words, for tables."""
-        return f"{self.size} random columns, seed {self.seed}"
+        return f"{self.size} random columns, seed {self.seed}, scale {self.scale:g}"
 
 
 class PcaBasis(_Basis, frozen=True, tag="pca"):
@@ -78,11 +80,12 @@ class PcaBasis(_Basis, frozen=True, tag="pca"):
 
     def make(self, data: FederatedData, opted_out: Collection[str]) -> np.ndarray:
         """The matrix; no other client's examples are read."""
-        return pca_basis(public_moments(data, opted_out), self.size, self.exponent)
+        return pca_basis(public_moments(data, opted_out), self.size, self.exponent) * np.float32(self.scale)
 
     def about(self) -> str:
         """The basis in words, for tables."""
-        return f"{self.size} principal directions of the clients who opted out, exponent {self.exponent:g}"
+        columns = f"{self.size} principal directions of the clients who opted out"
+        return f"{columns}, exponent {self.exponent:g}, scale {self.scale:g}"
 
 
 class MatrixBasis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="matrix"):

@@ -125,7 +125,11 @@ def exceeds_paper(paper_best: float) -> Callable[[View], Check]:
     """A check whether an extension is above the paper's best global accuracy."""
 
     def check(view: View) -> Check:
-        accuracy = {(part, r): row["acc_g"] for (part, _, r), row in view.items() if part != "paper" and "acc_g" in row}
+        accuracy = {
+            (part, r): row["acc_g"]
+            for (part, name, r), row in view.items()
+            if part != "paper" and name == "fedhdp" and "acc_g" in row
+        }
         if not accuracy:
             return None
         best = max(accuracy, key=lambda key: accuracy[key])

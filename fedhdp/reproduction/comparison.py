@@ -180,10 +180,11 @@ def _notes(runs: list[FinishedRun], lines: Iterable[Line], table: PaperTable | N
             f"sampling rate {100 * rate:.3g}% instead of the paper's {100 * table.sampling_rate:g}%, for cohorts of the "
             f"same size from fewer clients: the epsilons are those above, not the paper's {table.epsilon:g}"
         )
-    if all(training.drop_remainder for training in trainings):
+    if any(training.drop_remainder for training in trainings):
         notes.append("an epoch's last batch is skipped if it is partial; the paper does not say (--batches all)")
-    for epochs in sorted({training.personal_epochs or 0 for training in trainings} - {0}):
-        notes.append(f"personal models train for {epochs} of a round's epochs; the paper's algorithm trains for all")
+    pairs = {(training.personal_epochs, training.epochs) for training in trainings if training.personal_epochs}
+    for personal, epochs in sorted(pairs):
+        notes.append(f"personal models train for {personal} epochs of a round, the global model's for {epochs}")
     if not any(training.personalize for training in trainings):
         notes.append("no personal models were trained (--pulls none)")
     elif any(line.key.weight == 0 for line in lines):

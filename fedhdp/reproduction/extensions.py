@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from fedhdp import AdaptiveClip, ServerOptimizer
+from fedhdp import AdaptiveClip, LocalTraining, ServerOptimizer
 from fedhdp.errors import ConfigError
-from fedhdp.experiments.components import BuiltInData
+from fedhdp.experiments.bases import BasisConfig, CosineBasis, PcaBasis
+from fedhdp.experiments.components import BuiltInData, MlpConfig
 from fedhdp.experiments.config import Experiment
 from fedhdp.privacy.calibration import MechanismConfig
 from fedhdp.reproduction import tables
@@ -27,7 +28,15 @@ TUNED_WEIGHTS = (0.01, 0.025)  # the best of the paper
 VALIDATION = 0.2  # the share of each client's train examples on which it chooses its pull
 LONG_AVERAGE = ServerOptimizer(average=0.95)
 MOMENTUM = ServerOptimizer({"name": "sgd", "learning_rate": 0.3, "momentum": 0.9}, average=0.95)
-ALL_EXTENSIONS = "extensions"  # on the command line
+ALL_EXTENSIONS = ("extensions", "ours")  # on the command line
+COSINES, LONG_COSINES, DIRECTIONS = CosineBasis(64), CosineBasis(64, scale=2.35), PcaBasis(30)
+FEW_EPOCHS = LocalTraining(epochs=3, batch_size=20, learning_rate=0.5, personal_learning_rate=5.0)
+BASIS_PULLS = (0.0005, 0.002)
+
+
+def _momentum(rate: float) -> ServerOptimizer:
+    """Momentum on the server, and a long average."""
+    return ServerOptimizer({"name": "sgd", "learning_rate": rate, "momentum": 0.9}, average=0.99)
 
 
 class Extension(NamedTuple):
@@ -41,6 +50,10 @@ class Extension(NamedTuple):
     validation: float = 0.0
     pulls: tuple[float, ...] = (0.05,)
     measured_in: str | None = None  # the part with its runs; None: its own
+    tables: tuple[str, ...] = (BASE,)
+    algorithm: str = "fedhdp"
+    basis: BasisConfig | None = None
+    training: LocalTraining | None = None  # None: the paper's
 
 
 EXTENSIONS = {
@@ -54,25 +67,69 @@ EXTENSIONS = {
     "together-tuned": Extension(
         "PLD, the average and momentum, at the paper's weights", PLD_NOISE, TUNED_WEIGHTS, MOMENTUM, True
     ),
+    "basis": Extension(
+        "PLD, 64 cosines, 3 epochs, momentum and a long average",
+        *(PLD_NOISE, (0.025,), _momentum(0.4), True, 0.0, BASIS_PULLS),
+        basis=COSINES,
+        training=FEW_EPOCHS,
+    ),
+    "basis-pca": Extension(
+        "the same with 30 principal directions of the opted-out clients",
+        *(PLD_NOISE, (0.025,), _momentum(0.4), True, 0.0, BASIS_PULLS),
+        basis=DIRECTIONS,
+        training=FEW_EPOCHS,
+    ),
+    "basis-dp": Extension(
+        "DP-FedAvg with 64 cosines, 3 epochs, momentum and a long average",
+        *(PLD_NOISE, (), _momentum(0.04), True, 0.0, BASIS_PULLS),
+        tables=(BASE, "skewed-mnist"),
+        algorithm="dp_fedavg",
+        basis=LONG_COSINES,
+        training=FEW_EPOCHS,
+    ),
+    "basis-none": Extension(
+        "no noise, with 64 cosines, 3 epochs, momentum and a long average",
+        *(PLD_NOISE, (), _momentum(0.4), True, 0.0, BASIS_PULLS),
+        algorithm="non_private",
+        basis=COSINES,
+        training=FEW_EPOCHS,
+    ),
+    "basis-skewed": Extension(
+        "PLD, 64 cosines, 3 epochs, momentum and a long average",
+        *(PLD_NOISE, (0.5,), _momentum(0.05), True, 0.0, BASIS_PULLS),
+        tables=("skewed-mnist",),
+        basis=LONG_COSINES,
+        training=FEW_EPOCHS,
+    ),
+    "basis-writers": Extension(
+        "64 cosines, 3 epochs, momentum and a long average",
+        *(None, (0.01,), _momentum(0.2), True, 0.0, (0.05, 0.25)),
+        tables=("fmnist",),
+        basis=COSINES,
+        training=FEW_EPOCHS,
+    ),
 }
 
 
 def extension_part(
-    name: str, data: BuiltInData, personal: bool = True, rounds: int = ROUNDS, seed: int = 0
+    name: str, data: BuiltInData, personal: bool = True, rounds: int = ROUNDS, seed: int = 0, table_name: str = BASE
 ) -> Experiment:
     """A key of `EXTENSIONS` as an experiment; ``personal`` says whether personal models are trained."""
-    extension, table = EXTENSIONS[name], TABLES[BASE]
+    extension, table = EXTENSIONS[name], TABLES[table_name]
     opted_out, private = tables.groups_of(table, data)
     if extension.noise_multiplier is not None:
         private = replace(private, noise_multiplier=extension.noise_multiplier)
     mechanism = MechanismConfig((opted_out, private), AdaptiveClip(initial=table.clip))
-    weights = extension.weights or theory_weights(mechanism, "shared")[1:]
+    weights = extension.weights if extension.weights is not None else theory_weights(mechanism, "shared")[1:]
     if extension.validation:
         data = replace(data, validation=extension.validation)
-    rows = [TableRow("fedhdp", weight) for weight in weights]
+    rows = [TableRow(extension.algorithm, weight) for weight in weights or (None,)]
     variants = tables.variants_of(rows, extension.pulls if personal else ())
     fields = {"server": extension.server, "rounds": rounds, "seed": seed, "about": extension.about}
-    return tables.make_experiment(BASE, name, data, mechanism, variants, **fields)
+    experiment = tables.make_experiment(table_name, name, data, mechanism, variants, **fields)
+    if extension.basis is not None:
+        experiment = replace(experiment, model=MlpConfig(basis=extension.basis))
+    return replace(experiment, training=extension.training or experiment.training)
 
 
 def make_parts(
@@ -102,8 +159,17 @@ def make_parts(
             if name == "levels":
                 experiments.append(levels_part(part, data, options.sampling or "poisson", options.rounds, seed))
             else:
-                experiments.append(extension_part(part, data, bool(options.pulls), options.rounds, seed))
-    return [Part(e.seed, e.name.partition("/")[2], tables.apply_options(e, options)) for e in experiments]
+                personal, rounds = bool(options.pulls), options.rounds
+                experiments.append(extension_part(part, data, personal, rounds, seed, name))
+    return [Part(e.seed, e.name.partition("/")[2], _apply_options(e, options)) for e in experiments]
+
+
+def _apply_options(experiment: Experiment, options: Options) -> Experiment:
+    """The experiment with the options; an extension with training of its own keeps its batches and personal epochs."""
+    extension, changed = EXTENSIONS.get(experiment.name.partition("/")[2]), tables.apply_options(experiment, options)
+    if extension is None or extension.training is None:
+        return changed
+    return replace(changed, training=replace(experiment.training, personalize=bool(options.pulls)))
 
 
 def parse_rows(name: str, row_names: str | None) -> tuple[list[TableRow], list[str]]:
@@ -123,7 +189,7 @@ def parse_rows(name: str, row_names: str | None) -> tuple[list[TableRow], list[s
     if name not in table_names:
         raise ConfigError(f"there is no table {name!r}; there are {', '.join(table_names)}", "TABLE", name)
     paper_rows = [] if name == "levels" else tables.paper_rows(TABLES[name])
-    extensions = list(LEVEL_TABLES) if name == "levels" else list(EXTENSIONS) if name == BASE else []
+    extensions = list(LEVEL_TABLES) if name == "levels" else [e for e in EXTENSIONS if name in EXTENSIONS[e].tables]
     if row_names is None:
         return paper_rows, _parts_of(extensions)
     rows: list[TableRow] = []
@@ -134,7 +200,7 @@ def parse_rows(name: str, row_names: str | None) -> tuple[list[TableRow], list[s
             rows.append(row)
         elif word == "paper" and paper_rows:
             rows += paper_rows
-        elif word == ALL_EXTENSIONS and extensions:
+        elif word in ALL_EXTENSIONS and extensions:
             parts += extensions
         elif word in extensions:
             parts.append(word)
@@ -152,4 +218,4 @@ def _parts_of(names: list[str]) -> list[str]:
 def _row_names(paper_rows: list[TableRow], extensions: list[str]) -> list[str]:
     weights = ", ".join(f"{row.weight:g}" for row in paper_rows if row.weight is not None)
     names = ["paper", *tables.BASELINES, f"fedhdp:R (the paper has R = {weights})"] if paper_rows else []
-    return names + ([ALL_EXTENSIONS, *extensions] if extensions else [])
+    return names + ([ALL_EXTENSIONS[0], *extensions] if extensions else [])

@@ -130,6 +130,7 @@ def _group_headers(letter: str, groups: list[str], lines: list[Line], wide: bool
     names, header = {code: name for name, code in GROUP_CODES.items()}, []
     for group in groups:
         header.append(f"{letter}: {names.get(group, group)}")
+        header += ["worst tenth"] if wide and _has_worst(lines, letter, group) else []
         header += ["paper"] if _has_paper(lines, f"acc_{letter}_{group}") else []
     return header + ([f"Δ_{letter}"] if wide and groups == ["p", "np"] else [])
 
@@ -139,10 +140,17 @@ def _group_cells(line: Line, letter: str, groups: list[str], lines: list[Line], 
     for group in groups:
         accuracy, variance = (line.cells.get(f"{kind}_{letter}_{group}") for kind in ("acc", "var"))
         cells.append(_format_cell(accuracy, variance if wide else None))
+        if wide and _has_worst(lines, letter, group):
+            cells.append(_format_cell(line.cells.get(f"worst_{letter}_{group}")))
         if _has_paper(lines, f"acc_{letter}_{group}"):
             cells.append(_format_paper(accuracy, variance if wide else None))
     delta = line.cells.get(f"delta_{letter}")
     return cells + (["–" if delta is None else f"{delta.mean:+.2f}"] if wide and groups == ["p", "np"] else [])
+
+
+def _has_worst(lines: list[Line], letter: str, group: str) -> bool:
+    """Whether the table shows the worst decile of the group's clients: of personal models, where it was measured."""
+    return letter == "l" and any(f"worst_{letter}_{group}" in line.cells for line in lines)
 
 
 def _has_paper(lines: list[Line], column: str) -> bool:

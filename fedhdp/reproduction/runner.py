@@ -79,7 +79,10 @@ def incompatible_fields(first: Experiment, second: Experiment) -> list[str]:
     if first.name == second.name:
         return _differing_fields(first, second, {"seed", "noise_seed", "variants"})
     same_split = replace(first, data=replace(first.data, validation=second.data.validation))
-    return _differing_fields(same_split, second, {"name", "seed", "noise_seed", "variants", "mechanism", "server"})
+    of_part = {"name", "seed", "noise_seed", "variants", "mechanism", "server"}
+    if getattr(first.model, "basis", None) != getattr(second.model, "basis", None):  # and training that suits it
+        of_part |= {"model", "training"}
+    return _differing_fields(same_split, second, of_part)
 
 
 def plan_parts(out: Path, parts: Iterable[Part]) -> list[Part]:

@@ -62,6 +62,7 @@ class GroupCost(msgspec.Struct, frozen=True):
     epsilon: float | None  # by the run's accountant; None: not known
     basis: str
     poisson_epsilon: float | None  # by RDP, with Poisson sampling and the same noise, if the run had other sampling
+    accountant: str | None = None  # of the epsilon
 
 
 def read_runs(out: Path, table: str) -> tuple[list[FinishedRun], list[str]]:
@@ -147,8 +148,8 @@ def _lines_of_variant(part: str, variant: VariantResult, averaged: bool) -> dict
 def _line_key(part: str, variant: VariantResult) -> LineKey:
     label = variant.name.rpartition(", λ=")[0] or variant.name
     weight = variant.groups[1].weight if variant.algorithm == "fedhdp" and len(variant.groups) == 2 else None
-    if part in EXTENSIONS and weight is not None:
-        label = f"{part} r={weight:g}"
+    if part in EXTENSIONS:
+        label = part if weight is None else f"{part} r={weight:g}"
     elif part in LEVEL_TABLES:
         label = f"{part}: {label}"
     return LineKey(part, label, variant.algorithm, weight, None)
@@ -164,6 +165,7 @@ def _columns(variant: VariantResult, letter: str, model: str) -> dict[str, float
         name = f"{letter}_{GROUP_CODES.get(group.name, group.name)}"
         columns |= _percent(f"acc_{name}", group.value("accuracy", model))
         columns |= _percent(f"var_{name}", group.value("accuracy_variance", model))
+        columns |= _percent(f"worst_{name}", group.value("accuracy_worst_decile", model))
     if {f"acc_{letter}_np", f"acc_{letter}_p"} <= columns.keys() and len(groups) == 2:
         columns[f"delta_{letter}"] = columns[f"acc_{letter}_np"] - columns[f"acc_{letter}_p"]
     return columns
@@ -231,5 +233,5 @@ def _variant_costs(run: FinishedRun, schedule: ScheduledMechanism | None, result
         basis, poisson_epsilon = group.epsilon_basis or "not known without dp-accounting", None
         if group.name in poisson:
             poisson_epsilon = compose([poisson[group.name]], run.experiment.delta_of(group.name), "rdp")
-        costs.append(GroupCost(run.part, (), group.name, group.epsilon, basis, poisson_epsilon))
+        costs.append(GroupCost(run.part, (), group.name, group.epsilon, basis, poisson_epsilon, group.accountant))
     return costs

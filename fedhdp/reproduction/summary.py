@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fedhdp.errors import RunError
+from fedhdp.experiments.presets import OPTED_OUT, PRIVATE
 from fedhdp.reproduction import tables
 from fedhdp.reproduction.claims import ClaimResult
 from fedhdp.reproduction.extensions import EXTENSIONS
@@ -97,6 +98,32 @@ class Comparison(_Head, frozen=True, kw_only=True):
     def personal_lines(self) -> list[Line]:
         """The lines of personal models."""
         return [line for line in self.lines if line.key.pull is not None]
+
+
+class RowReport(msgspec.Struct, frozen=True):
+    """A row of the global model as programs read it."""
+
+    row: str
+    part: str
+    server_accuracy: float | None  # in percent, as all numbers of a table: the mean over seeds
+    seeds: tuple[int, ...]
+    epsilon: dict[str, float | None]  # by group; infinite where no noise protects it
+    accountant: str | None
+
+
+def row_reports(comparison: Comparison) -> list[RowReport]:
+    """Each row of the global model with its accuracy, seeds, and epsilons."""
+    reports = []
+    for line in comparison.global_lines:
+        of_part = [cost for cost in comparison.costs if cost.part == line.key.part]
+        costs = [cost for cost in of_part if line.key.row in cost.rows]
+        names = dict.fromkeys([OPTED_OUT, PRIVATE] if not of_part else [OPTED_OUT, *(cost.group for cost in of_part)])
+        epsilons: dict[str, float | None] = dict.fromkeys(names, math.inf)
+        epsilons.update((cost.group, cost.epsilon) for cost in costs)
+        accuracy = line.cells["acc_g"].mean if "acc_g" in line.cells else None
+        accountant = next((cost.accountant for cost in costs if cost.accountant), None)
+        reports.append(RowReport(line.key.row, line.key.part, accuracy, line.seeds, epsilons, accountant))
+    return reports
 
 
 class Moments(msgspec.Struct, frozen=True):

@@ -31,7 +31,7 @@ def stop_after(rounds: int):
     return lambda progress: progress.round < rounds
 
 
-@pytest.mark.parametrize("basis", [CosineBasis(9), PcaBasis(9, 0.3), RandomBasis(9, 2)])
+@pytest.mark.parametrize("basis", [CosineBasis(9), PcaBasis(9, exponent=0.3), RandomBasis(9, seed=2)])
 def test_a_run_records_its_basis_and_resumes_to_the_bit(tmp_path, basis):
     experiment = on_basis(basis)
     summary = run(experiment, tmp_path / "whole", keep_going)
@@ -57,10 +57,10 @@ def test_a_resumed_run_has_the_matrix_that_it_began_with(tmp_path):
 
 
 def test_the_matrices_are_those_of_the_public_functions(tmp_path):
-    experiment = on_basis(CosineBasis(9, 0.4))
+    experiment = on_basis(CosineBasis(9, exponent=0.4))
     run(experiment, tmp_path / "cosine", keep_going)
     np.testing.assert_array_equal(np.load(tmp_path / "cosine" / "basis.npy"), cosine_basis((28, 28), 9, 0.4))
-    run(on_basis(PcaBasis(9, 0.4)), tmp_path / "pca", keep_going)
+    run(on_basis(PcaBasis(9, exponent=0.4)), tmp_path / "pca", keep_going)
     expected = pca_basis(public_moments(experiment.load_data(), ["opted out"]), 9, 0.4)
     np.testing.assert_array_equal(np.load(tmp_path / "pca" / "basis.npy"), expected)
 
@@ -153,7 +153,7 @@ def test_a_run_that_begins_with_anothers_model_has_its_basis(tmp_path):
     run(second, tmp_path / "second", keep_going)
     matrices = [(tmp_path / name / "basis.npy").read_bytes() for name in ("first", "second")]
     assert matrices[0] == matrices[1]
-    for other in (PcaBasis(9, 0.5), CosineBasis(9), None):
+    for other in (PcaBasis(9, exponent=0.5), CosineBasis(9), None):
         with raises_field("model.basis", ConfigError):
             run(replace(second, model=MlpConfig(8, other)), tmp_path / "third", keep_going)
     assert not (tmp_path / "third").exists()

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import pytest
 from helpers import raises_field
+from msgspec.structs import replace
 from reproduction_runs import HANDWRITING
 
 from fedhdp.errors import ConfigError
 from fedhdp.privacy.accounting import gaussian_epsilon
 from fedhdp.privacy.calibration import noise_multiplier_for
 from fedhdp.reproduction import extensions
-from fedhdp.reproduction.extensions import EXTENSIONS, extension_part, parse_rows
+from fedhdp.reproduction.extensions import EXTENSIONS, extension_part, make_parts, parse_rows
+from fedhdp.reproduction.runner import incompatible_fields
+from fedhdp.reproduction.tables import TABLES, Options
 
 
 def test_extensions_keep_the_papers_epsilon_by_poisson_sampling():
     rows, parts = parse_rows("noniid-mnist", "extensions")
     assert rows == []
-    assert set(parts) == {name for name, extension in EXTENSIONS.items() if extension.measured_in is None}
+    of_table = {name: extension for name, extension in EXTENSIONS.items() if extensions.BASE in extension.tables}
+    assert set(parts) == {name for name, extension in of_table.items() if extension.measured_in is None}
     for name in parts:
         experiment = extension_part(name, HANDWRITING["noniid-mnist"])
         noise, rate = experiment.mechanism.groups[1].noise_multiplier, experiment.mechanism.groups[1].sampling_rate
@@ -37,6 +41,29 @@ def test_weight_of_theory_is_near_the_papers():
     assert 0.02 <= variant.weights["private"] <= 0.03
 
 
+@pytest.mark.parametrize("table", ["noniid-mnist", "skewed-mnist", "fmnist"])
+def test_rows_on_a_basis_train_as_they_say(table):
+    assert parse_rows(table, "ours") == parse_rows(table, "extensions")
+    names = [name for name in parse_rows(table, "ours")[1] if EXTENSIONS[name].basis is not None]
+    assert names
+    for part in make_parts(table, ",".join(names), (0,), Options("handwriting", batches="whole", personal_epochs=1)):
+        extension, experiment = EXTENSIONS[part.name], part.experiment
+        assert experiment.name == f"{table}/{part.name}"
+        assert experiment.model.basis == extension.basis
+        assert experiment.training == extension.training  # with all batches and its own personal epochs
+        assert {variant.algorithm for variant in experiment.variants} == {extension.algorithm}
+        noise = extension.noise_multiplier or TABLES[table].noise_multiplier
+        assert experiment.mechanism.groups[1].noise_multiplier == noise
+
+
+def test_parts_on_a_basis_and_others_are_one_table_but_not_other_training():
+    paper, momentum, basis = make_parts("noniid-mnist", "dp-fedavg,momentum,basis", (0,), Options("handwriting"))
+    assert incompatible_fields(paper.experiment, basis.experiment) == []
+    other = replace(momentum.experiment, training=replace(momentum.experiment.training, epochs=2))
+    assert incompatible_fields(paper.experiment, other) == ["training"]
+    assert incompatible_fields(basis.experiment, replace(basis.experiment, training=other.training)) == ["training"]
+
+
 @pytest.mark.parametrize(
     ("table", "rows", "field"),
     [
@@ -46,7 +73,8 @@ def test_weight_of_theory_is_near_the_papers():
         ("noniid-mnist", "fedhdp:-1", "--rows"),
         ("noniid-mnist", "fedhdp:nan", "--rows"),
         ("noniid-mnist", "", "--rows"),
-        ("fmnist", "extensions", "--rows"),
+        ("femnist", "extensions", "--rows"),
+        ("skewed-mnist", "momentum", "--rows"),
         ("levels", "dp-fedavg", "--rows"),
     ],
 )

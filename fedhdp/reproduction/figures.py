@@ -19,15 +19,15 @@ from matplotlib.lines import Line2D
 from fedhdp.privacy.accounting import pluralize
 from fedhdp.reproduction.summary import CLOSE, Cell, Comparison, Line, published_best
 from fedhdp.reproduction.tables import PULLS, TABLES, PaperTable, paper_rows, published_rows
-from fedhdp.reproduction.theory.figures import STYLE
+from fedhdp.results.palette import COLOURS, GRID_COLOUR, REFERENCE_COLOUR, STYLE
 
-MEASURED, PUBLISHED = "#111111", "#c1440e"
+MEASURED, PUBLISHED = COLOURS["fedhdp"], REFERENCE_COLOUR
 BASELINES = {
-    "non_private": ("Non-Private", "#5f8f2f"),
-    "dp_fedavg": ("DP-FedAvg", "#8c564b"),
-    "hdp_fedavg": ("HDP-FedAvg", "#7f3fbf"),
+    "non_private": ("Non-Private", COLOURS["non_private"]),
+    "dp_fedavg": ("DP-FedAvg", COLOURS["dp_fedavg"]),
+    "hdp_fedavg": ("HDP-FedAvg", COLOURS["hdp_fedavg"]),
 }
-PULL_STYLES = dict(zip(PULLS, (("#1f77b4", "s"), ("#e08214", "^"), ("#5f8f2f", "D")), strict=True))
+PULL_STYLES = dict(zip(PULLS, (("#56B4E9", "s"), ("#0072B2", "^"), ("#332288", "D")), strict=True))
 OTHER_PULLS = (("#c51b7d", "v"), ("#01665e", "P"), ("#8c6d31", "X"))  # that the paper does not have
 GLOBAL_PANELS = (
     ("acc_g", "global model, server's test set"),
@@ -53,7 +53,11 @@ def draw(comparison: Comparison, path: Path) -> None:
         else:
             _draw_paper_table(figure, comparison, table)
         seeds = "1 seed" if len(comparison.seeds) == 1 else f"{len(comparison.seeds)} seeds"
-        figure.suptitle(f"{comparison.table}, {pluralize(comparison.rounds)}, {seeds}\n{comparison.data}", fontsize=11)
+        intervals = (
+            "bars and bands: 95% interval of the mean over seeds" if len(comparison.seeds) > 1 else "no intervals"
+        )
+        head = f"{comparison.table}, {pluralize(comparison.rounds)}, {seeds}; {intervals}"
+        figure.suptitle(f"{head}\n{comparison.data}", fontsize=11)
         figure.savefig(path, dpi=110)
 
 
@@ -99,7 +103,7 @@ def _against_weight(
     axis.set_xticks(list(place.values()), [f"{weight:g}" for weight in weights])
     axis.set_xlim(-0.4, len(weights) - 0.6)
     axis.set(xlabel="weight r of private clients", ylabel="accuracy, %")
-    axis.grid(color="#e5e5e5", linewidth=0.6)
+    axis.grid(color=GRID_COLOUR, linewidth=0.6)
     _zoom(axis, heights)
 
 
@@ -205,7 +209,7 @@ def _draw_rows(axis: Axes, rows: Sequence[tuple[str, float, float]]) -> None:
     for height, (_, value, half) in enumerate(reversed(rows)):
         axis.errorbar(value, height, xerr=half, color=MEASURED, marker="o", markersize=5, capsize=3)
     axis.set_yticks(range(len(rows)), [label for label, *_ in reversed(rows)], fontsize=8)
-    axis.grid(color="#e5e5e5", linewidth=0.6, axis="x")
+    axis.grid(color=GRID_COLOUR, linewidth=0.6, axis="x")
 
 
 def _legend(comparison: Comparison) -> list[Line2D]:
@@ -256,4 +260,4 @@ def _draw_groups(axis: Axes, lines: list[Line], prefix: str) -> None:
     labels = [names.get(column.removeprefix(f"{prefix}_"), column.removeprefix(f"{prefix}_")) for column in columns]
     axis.set_xticks(range(len(columns)), labels)
     axis.set(ylabel="accuracy, %")
-    axis.grid(color="#e5e5e5", linewidth=0.6)
+    axis.grid(color=GRID_COLOUR, linewidth=0.6)

@@ -289,7 +289,9 @@ def test_table_is_rendered_from_its_summary(reproduce, tmp_path):
     (tmp_path / "runs" / "summary.json").rename(tmp_path / "summary" / "summary.json")
     code, second, _ = reproduce("noniid-mnist", "--render", "--out", tmp_path / "summary")
     assert code == 0
-    assert second == first
+    page = tmp_path / "runs" / "report.html"
+    assert f"{second}{page}\n" == first
+    assert "DP-FedAvg+Ditto" in page.read_text()
 
 
 @pytest.mark.slow

@@ -19,20 +19,19 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from fedhdp.reproduction.theory import monte_carlo
+from fedhdp.results.palette import COLOURS, GRID_COLOUR, STYLE
 from fedhdp.theory import linear_regression as regression
 from fedhdp.theory import point_estimation
 from fedhdp.theory.linear_regression import Problem, TheoryGroup
 from fedhdp.theory.optimum import with_noise
 from fedhdp.theory.point_estimation import OptOut
 
-STYLES = [("#000000", "-", "o"), ("#c1440e", "--", "s"), ("#1f77b4", "-.", "^"), ("#5f8f2f", ":", "D")]
-STYLE: dict[Any, Any] = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "svg.hashsalt": "fedhdp",
-}
+STYLES = [("#0072B2", "-", "o"), ("#D55E00", "--", "s"), ("#009E73", "-.", "^"), ("#CC79A7", ":", "D")]
+ALGORITHM_OF = {
+    "DP-FedAvg": "dp_fedavg",
+    "HDP-FedAvg": "hdp_fedavg",
+    "FedHDP": "fedhdp",
+}  # curves with a colour of their own
 STAR: dict[str, Any] = {"linestyle": "none", "marker": "*", "markersize": 13, "markeredgecolor": "white"}
 RATIOS = np.linspace(0, 1, 101)
 SIMULATED_RATIOS = np.linspace(0, 1, 11)
@@ -188,6 +187,8 @@ def save(folder: Path, name: str, panels: Sequence[Panel]) -> list[Path]:
         for axis in axes[1:]:
             axis.set_ylabel("")
             axis.tick_params(labelleft=True)
+        words = "lines: closed forms; points: simulated means with two standard errors"
+        figure.suptitle(f"{words}; stars: optima of the theory" if panels[0].curves[0].optimum else words, fontsize=9)
         paths = [folder / f"{name}.{ending}" for ending in ("svg", "png", "csv")]
         figure.savefig(paths[0], metadata={"Date": None})
         figure.savefig(paths[1], dpi=160)
@@ -197,7 +198,8 @@ def save(folder: Path, name: str, panels: Sequence[Panel]) -> list[Path]:
 
 def draw(axis: Axes, panel: Panel) -> None:
     """Draw one panel."""
-    for (colour, dash, marker), curve in zip(STYLES, panel.curves, strict=False):
+    for (other, dash, marker), curve in zip(STYLES, panel.curves, strict=False):
+        colour = COLOURS.get(ALGORITHM_OF.get(curve.label, ""), other)
         axis.plot(*zip(*curve.line, strict=True), color=colour, linestyle=dash, linewidth=1.4)
         x, mean, error = (np.array(column) for column in zip(*curve.points, strict=True))
         points: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4.5, "markerfacecolor": "white"}
@@ -213,7 +215,7 @@ def draw(axis: Axes, panel: Panel) -> None:
             side.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
             side.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_title(panel.title, fontsize=10)
-    axis.grid(color="#e5e5e5", linewidth=0.6)
+    axis.grid(color=GRID_COLOUR, linewidth=0.6)
     axis.legend(loc=panel.legend, framealpha=0.9, edgecolor="none", handlelength=3.2)
 
 

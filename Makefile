@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test test-quick lint docs wheel torch browser install clean lock flower-demo bench
+.PHONY: run test test-quick lint docs wheel torch browser install clean lock flower-demo bench conformance
 
 run: install
 	$(BIN)/fedhdp run $(ARGS)
@@ -20,6 +20,10 @@ flower-demo: install  # a SuperLink and five SuperNodes on this machine
 bench:  # the simulator against its peers; standard output is the benchmark's alone
 	@$(MAKE) --silent install >&2
 	@$(BIN)/python benchmarks/bench.py $(ARGS)
+
+conformance:  # the conformance kit against other libraries, each in an environment of its own
+	@$(MAKE) --silent install >&2
+	@$(BIN)/python benchmarks/conformance/conformance.py $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

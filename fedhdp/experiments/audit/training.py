@@ -10,6 +10,8 @@ Axis letters: K clients, C canaries, M examples of a canary, G groups, P paramet
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -25,6 +27,7 @@ from fedhdp.engine.low_rank import parametrize
 from fedhdp.engine.network import Network
 from fedhdp.errors import DataError, require
 from fedhdp.experiments.config import Experiment
+from fedhdp.experiments.runner import build_model
 from fedhdp.mechanism import ScheduledMechanism, mechanism_at
 from fedhdp.models import Model, take
 from fedhdp.privacy.audit.bounds import Scores
@@ -77,7 +80,8 @@ def audit_training(
     data = experiment.load_data()
     training, optimizer = experiment.overrides(number)
     require(optimizer.optimizer is None, "server.optimizer", optimizer.optimizer, "none where training is audited")
-    model = experiment.model.build(int(np.prod(data.input_shape)), data.classes)
+    with TemporaryDirectory() as directory:
+        model, data = build_model(experiment, data, Path(directory))
     training = _without_personal(training)
     names = [group.name for group in mechanism_at(schedule, 0).groups]
     group_K = data.level_indices(names)

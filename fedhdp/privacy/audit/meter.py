@@ -37,7 +37,8 @@ class Check(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, holds=bool(self.p_value >= level))
 
 
-def _check(name: str, measured: float, promised: float, p_value: float, about: str) -> Check:
+def make_check(name: str, measured: float, promised: float, p_value: float, about: str) -> Check:
+    """A check, with a p-value between 0 and 1: 0 where it is no number. `Check.at` decides whether it holds."""
     p_value = float(min(max(p_value, 0.0), 1.0)) if math.isfinite(p_value) else 0.0
     return Check(name, float(measured), float(promised), p_value, True, about)
 
@@ -47,7 +48,7 @@ def variance_check(noise_TP: Floats, name: str = "noise variance") -> Check:
     total, number = float(np.sum(np.square(noise_TP, dtype=np.float64))), noise_TP.size
     p_value = 2 * min(stats.chi2.cdf(total, number), stats.chi2.sf(total, number))
     about = f"standard deviation of {number:,} samples"
-    return _check(name, math.sqrt(total / number), 1.0, p_value, about)
+    return make_check(name, math.sqrt(total / number), 1.0, p_value, about)
 
 
 def variance_by_round_check(noise_TP: Floats) -> Check:
@@ -61,7 +62,7 @@ def variance_by_round_check(noise_TP: Floats) -> Check:
     p_value = 2 * min(float(special.ndtr(-excess)) if excess > 6 else 1.0, 0.5, float(rounds * p_T.min()))
     worst = squares_T[np.argmax(np.abs(z_T))] / number
     about = f"the most unusual of {rounds:,} rounds"
-    return _check("noise of each round", math.sqrt(worst), 1.0, p_value, about)
+    return make_check("noise of each round", math.sqrt(worst), 1.0, p_value, about)
 
 
 def normality_check(noise_TP: Floats) -> Check:
@@ -69,7 +70,7 @@ def normality_check(noise_TP: Floats) -> Check:
     samples = noise_TP.ravel()[:: max(1, noise_TP.size // MAX_SAMPLES)]
     result = stats.kstest(samples, "norm")
     about = f"distance to the normal, {len(samples):,} samples"
-    return _check("normality", result.statistic, 0.0, result.pvalue, about)
+    return make_check("normality", result.statistic, 0.0, result.pvalue, about)
 
 
 def correlation_check(noise_TP: Floats, name: str = "correlation of rounds", what: str = "rounds") -> Check:
@@ -100,7 +101,7 @@ def device_check(noise_TP: Floats) -> Check:
 def _correlation(name: str, largest: float, number: int, pairs: int, what: str) -> Check:
     """The p-value of the largest of so many correlations of independent normal samples."""
     p_value = pairs * 2 * float(special.ndtr(-largest * math.sqrt(number)))
-    return _check(name, largest, 0.0, p_value, f"the largest of {pairs:,} pairs of {what}")
+    return make_check(name, largest, 0.0, p_value, f"the largest of {pairs:,} pairs of {what}")
 
 
 def signal_check(noise_TP: Floats, signal_TP: Floats) -> Check:
@@ -108,7 +109,7 @@ def signal_check(noise_TP: Floats, signal_TP: Floats) -> Check:
     size = float(np.sum(np.square(signal_TP, dtype=np.float64)))
     slope = float(np.sum(noise_TP * signal_TP, dtype=np.float64)) / size if size else 0.0
     p_value = 2 * float(special.ndtr(-abs(slope) * math.sqrt(size)))
-    return _check("weighted sum", 1 + slope, 1.0, p_value, "released sum over the known one")
+    return make_check("weighted sum", 1 + slope, 1.0, p_value, "released sum over the known one")
 
 
 def noise_checks(noise_TP: Floats) -> list[Check]:
@@ -136,7 +137,7 @@ def tail_check(noise_P: Floats, step: float) -> Check:
     p_value = float(stats.poisson.sf(equal - 1, expected_pairs)) if equal else 1.0
     p_value = min(p_value, 2 * float(stats.binom.cdf(number, noise_P.size, 2 * special.ndtr(-TAIL))))
     about = f"equal ones of {number:,} beyond {TAIL} deviations"
-    return _check("tails", equal, expected_pairs, p_value, about)
+    return make_check("tails", equal, expected_pairs, p_value, about)
 
 
 def sampling_check(group: str, sampled: int, trials: int, probability: float, is_fixed: bool = False) -> Check:
@@ -154,7 +155,7 @@ def sampling_check(group: str, sampled: int, trials: int, probability: float, is
     else:
         p_value = float(stats.binomtest(sampled, trials, probability).pvalue)
     about = f"share of {trials:,} coins"
-    return _check(f"sampling of {group}", sampled / trials, probability, p_value, about)
+    return make_check(f"sampling of {group}", sampled / trials, probability, p_value, about)
 
 
 def judge(checks: list[Check], level: float) -> list[Check]:

@@ -188,13 +188,20 @@ def _epsilon_panel(study: Study, charts: Charts, number: int, group: str) -> Pan
     if not lines:
         words = note or "Nothing was spent, or ε is not known."
         return Panel(join([name(short(group)), ": no epsilon to draw"]), empty(words))
-    last = max(lines, key=lambda line: line.points[-1][1]).points[-1][1]
     axes = Axes("round", "ε", y_range=(0.0, 0.0), format=lambda value: f"ε {format_epsilon(value, 3)}")
     figure = charts.add(f"epsilon-{number}", lines, axes, list(references.values()), unit="ε (privacy loss)")
-    title = join(
-        [name(short(group)), f" spent ε {format_epsilon(last, 2)}", _of_limit(list(references.values()), last)]
-    )
+    title = join([name(short(group)), _spent_words(study, group, lines, list(references.values()))])
     return Panel(title, join([figure, caption(note)]))
+
+
+def _spent_words(study: Study, group: str, lines: Sequence[Line], references: Sequence[Reference]) -> str:
+    """What the page's main row spent; else the largest epsilon of the others."""
+    main = study.main
+    own = [line for line in lines if main.number in line.numbers]
+    if not own and main.has(group) and main.group(group).unprotected:
+        return f": no noise with {short(main.name, 28)}, so ε is ∞ there"
+    spent = max(line.points[-1][1] for line in own or lines)
+    return f" spent ε {format_epsilon(spent, 2)}{_of_limit(references, spent)}"
 
 
 def _epsilon_points(row: Row, result: GroupResult) -> list[tuple[float, float]]:

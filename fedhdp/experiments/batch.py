@@ -269,6 +269,8 @@ class VariantBatch:
             result.stopped, result.preparation = self.stopped, self.simulation.data.preparation
             result.server_has_client_data = self.simulation.data.server_has_client_data
             result.notes = self.notes + self._start_notes(mechanism, costs_of)
+            if self.start_cost is not None:
+                result.start_covered = self.start_cost.covers(experiment, self.parts[0].path.parent)
             results.append(attach_metrics(result, history))
         keep = self._keeps_checkpoint()
         if keep:

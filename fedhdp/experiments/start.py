@@ -7,6 +7,7 @@ groups of the same population, the two are composed.
 from __future__ import annotations
 
 import hashlib
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,13 +18,16 @@ from msgspec.structs import replace
 
 from fedhdp.errors import ConfigError, FedHDPError, RunError
 from fedhdp.experiments.bases import is_same_basis
+from fedhdp.experiments.file_data import opted_out
 from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT, compose, format_epsilon, is_accounting_installed
 from fedhdp.privacy.costs import PrivacyCost, merge_costs, scheduled_costs
+from fedhdp.results.disclosure import groups_with_noise, is_covered
 from fedhdp.results.models import find_variant, load_model
 from fedhdp.results.schema import VariantResult
 from fedhdp.results.store import (
     BASIS_FILE,
     CLIENTS_FILE,
+    EXPERIMENT_FILE,
     MODEL_FILE,
     START_FILE,
     START_MODEL_FILE,
@@ -95,6 +99,9 @@ class StartCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         obstacle: Why they cannot be composed.
         clients_sha256: The checksum of its clients and their groups.
         repeatable: Whether its noise came from a seed, so that it was not private.
+        covered: Whether its epsilons cover its model, and those of the runs before it (`results.disclosure`).
+        unprotected: The groups whose clients took part in it, or in a run before it, without protection.
+        same_population: Whether its clients are those of the run that began with it.
     """
 
     run: str
@@ -107,6 +114,17 @@ class StartCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clients_sha256: str | None = None
     repeatable: bool = False
     earlier: str | None = None
+    covered: bool = False
+    unprotected: list[str] = []
+    same_population: bool = True
+
+    def covers(self, experiment: Experiment, directory: Path) -> bool:
+        """Whether epsilons cover the model, also those of the clients of an experiment that is run in this directory."""
+        if not self.covered or not self.same_population:
+            return self.covered
+        if self.obstacle or self.clients_sha256 != clients_checksum(directory):
+            return not self.unprotected  # any of these clients may be in a group with noise now
+        return set(self.unprotected) <= set(opted_out(experiment.mechanism))
 
     def notes(self, costs: Costs, experiment: Experiment, directory: Path) -> list[str]:
         """What a table says of a run in this directory with these costs."""
@@ -187,19 +205,32 @@ def _start_cost(experiment: Experiment, start: StartFrom) -> StartCost:
     epsilons = {group.name: group.epsilon for group in result.groups}
     bases = {group.name: group.epsilon_basis for group in result.groups if group.epsilon_basis is not None}
     cost = StartCost(start.run, start.variant, start.sha256, epsilons, bases, repeatable=result.repeatable)
+    raw = tomllib.loads((Path(start.run) / EXPERIMENT_FILE).read_text(encoding="utf-8"))
+    unprotected = {group.name for group in result.groups if group.unprotected and group.rounds}
     if (Path(start.run) / START_FILE).exists():
-        cost = replace(cost, earlier=read_value(Path(start.run) / START_FILE, StartCost).run)
+        earlier = read_value(Path(start.run) / START_FILE, StartCost)
+        cost, unprotected = replace(cost, earlier=earlier.run), unprotected | set(earlier.unprotected)
+    covered = is_covered(result, groups_with_noise(raw))
+    cost = replace(cost, covered=covered, unprotected=sorted(unprotected))
     try:
+        cost = replace(cost, same_population=_has_population(start, experiment.population))
         costs = _costs(experiment, start, result)
         return replace(cost, costs=costs, clients_sha256=clients_checksum(Path(start.run)))
     except FedHDPError as error:
         return replace(cost, obstacle=str(error))
 
 
+def _has_population(start: StartFrom, population: str) -> bool:
+    from fedhdp.experiments.runner import read_experiment
+
+    return read_experiment(Path(start.run)).population == population
+
+
 def _with_extra(costs: Sequence[PrivacyCost], rounds: int) -> list[PrivacyCost]:
-    """Costs with further rounds, which of them is not known: at the least noise."""
-    least = min(costs, key=lambda cost: cost.noise_multiplier)
-    return list(merge_costs([*costs, least._replace(rounds=max(rounds, 0))]))
+    """Costs with further rounds, which of them is not known: at the least noise and the largest sampling rate."""
+    noise, rate = min(cost.noise_multiplier for cost in costs), max(cost.sampling_rate for cost in costs)
+    extra = costs[0]._replace(noise_multiplier=noise, sampling_rate=rate, rounds=max(rounds, 0))
+    return list(merge_costs([*costs, extra]))
 
 
 def _costs(experiment: Experiment, start: StartFrom, result: VariantResult) -> Costs:
@@ -226,6 +257,9 @@ def _costs(experiment: Experiment, start: StartFrom, result: VariantResult) -> C
     [mechanism] = only.variant_mechanisms(only.build_mechanism(data), data)
     extra = max(group.rounds for group in result.groups) - result.rounds  # that were run again after a crash
     costs = {name: _with_extra(of, extra) for name, of in scheduled_costs(mechanism, result.rounds).items()}
+    for group in result.groups:
+        if group.unprotected:  # also where statistics of its clients prepared the inputs, whatever its rounds cost
+            costs[group.name] = [cost._replace(noise_multiplier=0.0) for cost in costs[group.name]]
     samplings = {experiment.mechanism.sampling, *(cost.sampling for of in costs.values() for cost in of)}
     if len(samplings) > 1:
         raise RunError(f"the runs sample in several ways ({', '.join(sorted(samplings))})")

@@ -14,7 +14,7 @@ from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
 from fedhdp.privacy.costs import PrivacyCost, scheduled_costs
 from fedhdp.results.schema import GroupResult, MetricInfo, MetricRow, VariantResult, account_groups, attach_metrics
-from fedhdp.results.store import EXPERIMENT_FILE, HISTORY_FILE, VariantDirectory, slug
+from fedhdp.results.store import EXPERIMENT_FILE, HISTORY_FILE, START_FILE, VariantDirectory, slug
 
 if TYPE_CHECKING:
     from fedhdp.experiments.config import Experiment
@@ -31,6 +31,8 @@ def results_so_far(path: Path) -> list[VariantResult]:
     if "levels" in raw:
         parts = [VariantDirectory(history.parent) for history in sorted(path.glob(f"*/{HISTORY_FILE}"))]
         return [part.result() or _deployment_result(raw, part) for part in parts if part.history()]
+    from fedhdp.experiments.start import read_start
+
     experiment, mechanisms = _read_mechanisms(path, file.stat().st_mtime_ns)
     results = []
     for number, mechanism in enumerate(mechanisms):
@@ -39,6 +41,8 @@ def results_so_far(path: Path) -> list[VariantResult]:
             results.append(result)
         elif history := part.history():
             results.append(_result(experiment, number, mechanism, history))
+            if (path / START_FILE).exists():
+                results[-1].start_covered = read_start(path)[1].covers(experiment, path)
     return results
 
 
@@ -56,10 +60,18 @@ def _result(
     experiment: Experiment, number: int, schedule: ScheduledMechanism, history: Sequence[MetricRow]
 ) -> VariantResult:
     """What a run would record for a variant if it ended now."""
+    from fedhdp.experiments.bases import takes_statistics
+    from fedhdp.experiments.file_data import opted_out
+
     variant, rounds = experiment.variants[number], history[-1].round
     costs: Mapping[str, tuple[PrivacyCost, ...]] = scheduled_costs(schedule, rounds)
     mechanism, targets = mechanism_at(schedule, max(rounds - 1, 0)), experiment.epsilon_targets(variant)
-    groups = account_groups(mechanism, costs.__getitem__, experiment.delta_of, experiment.run_accountant, targets)
+    is_public = takes_statistics(getattr(experiment.model, "basis", None))
+    is_public |= getattr(experiment.data, "standardize", None) == "public"
+    public = opted_out(experiment.mechanism) if is_public else ()
+    groups = account_groups(
+        mechanism, costs.__getitem__, experiment.delta_of, experiment.run_accountant, targets, public
+    )
     result = VariantResult(variant.name, variant.algorithm, rounds, 0.0, experiment.repeatable, groups)
     result.metrics = _metrics(history, experiment.metrics)
     return attach_metrics(result, history)

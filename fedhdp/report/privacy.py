@@ -19,6 +19,10 @@ TRUST = (
     "The server sees each client's update before the noise. It is trusted to add the noise and to publish nothing else. "
     "Who sees only what it publishes, all models and clips, learns no more than this page says."
 )
+EARLIER = (
+    "The run began with another run's model. Its ε, μ and curves are of its own rounds; "
+    "the lines below the table compose both."
+)
 ATTACKER = (
     "The attacker knows the algorithm, all other clients' data and everything that the server publishes, and decides for "
     "one client whether it took part."
@@ -75,6 +79,7 @@ def _words(study: Study) -> Html:
         ("Neighbours", "; ".join(ADJACENCY[sampling] for sampling in samplings) or "not known"),
         ("Sampling", "; ".join(SAMPLER[sampling] for sampling in samplings) or "not known"),
         ("Who is trusted", TRUST),
+        *([("Earlier runs", EARLIER)] if any(row.result.start_covered is not None for row in study.rows) else []),
         ("Not covered", "what this page marks as not to be published; the choice of a group, and group sizes"),
     ]
     return definitions(pairs)

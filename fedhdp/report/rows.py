@@ -204,7 +204,8 @@ class Study(NamedTuple):
         names = [short(row.name) for row in self.rows if not row.covered]
         if not names:
             return ""
-        return f"No ε covers {', '.join(names)}: clients who chose noise have none there, or it came from a seed."
+        why = "clients who chose noise have none, also in the run it began with, or it came from a seed"
+        return f"No ε covers {', '.join(names)}: {why}."
 
 
 def read_study(directories: Iterable[Path], public: bool = False) -> Study:

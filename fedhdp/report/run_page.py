@@ -197,7 +197,8 @@ def publishing_section(study: Study) -> Section:
     ]
     uncovered = [row.name for row in study.rows if not row.covered]
     if uncovered:
-        rule = "their noise is from a seed, or clients who chose noise have none: nothing that they measured is covered"
+        rule = "their noise, or that of the run that they began with, is from a seed, or clients who chose noise have none: "
+        rule += "nothing that they measured is covered"
         pairs.append(("Not covered at all", join([join(map(name, uncovered), ", "), f": {rule}"])))
     state = "It was left out of this file." if study.public else "fedhdp report DIR --public makes a page without it."
     return Section(

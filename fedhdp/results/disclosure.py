@@ -27,9 +27,12 @@ def groups_with_noise(raw: dict[str, Any]) -> set[str]:
 
 
 def is_covered(result: VariantResult, with_noise: Collection[str]) -> bool:
-    """Whether a variant's epsilons cover its global models: groups that chose noise have it, and it is not from a seed."""
-    unprotected = {group.name for group in result.groups if group.unprotected and group.rounds and group.weight > 0}
-    return not result.repeatable and not unprotected & set(with_noise)
+    """Whether a variant's epsilons cover its global models: groups that chose noise have it, and it is not from a seed.
+
+    The same must hold of the model that it began with. A weight of 0 in the last round says nothing of earlier ones.
+    """
+    unprotected = {group.name for group in result.groups if group.unprotected and group.rounds}
+    return not result.repeatable and not unprotected & set(with_noise) and result.start_covered is not False
 
 
 def may_publish(row: MetricRow, result: VariantResult, mechanism: Mechanism | None) -> bool:

@@ -101,6 +101,7 @@ class VariantResult(_Measured, forbid_unknown_fields=True):
     preparation: str = ""  # whose statistics the inputs were made with
     notes: list[str] = []  # what else a reader must know: an extension, the run that it started from
     server_has_client_data: bool = True  # whether the server's test set has clients' examples, or may have
+    start_covered: bool | None = None  # whether epsilons cover the model that it began with; None: it is new
 
     @property
     def server_accuracy(self) -> float | None:

@@ -12,12 +12,14 @@ from helpers import raises_field
 from msgspec.structs import replace
 
 from fedhdp.errors import ConfigError, ModelError
-from fedhdp.experiments import Interrupted, Progress, find, from_toml, read_experiment, resume, run, to_toml
-from fedhdp.experiments.start import StartFrom
+from fedhdp.experiments import Interrupted, Progress, Variant, find, from_toml, read_experiment, resume, run, to_toml
+from fedhdp.experiments.bases import PcaBasis
+from fedhdp.experiments.start import StartFrom, _with_extra
 from fedhdp.optimizers import OptimizerConfig
 from fedhdp.privacy.accounting import compose
-from fedhdp.privacy.costs import privacy_costs
-from fedhdp.results import VariantResult, load_model
+from fedhdp.privacy.costs import PrivacyCost, privacy_costs
+from fedhdp.report.rows import read_study
+from fedhdp.results import VariantResult, load_model, slug
 from fedhdp.server import ServerOptimizer
 
 
@@ -153,3 +155,55 @@ def test_bad_start_is_one_line(tmp_path):
     assert (done.code, done.stderr.count("\n")) == (2, 1)
     assert "start_from" in done.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["mine.toml"]
+
+
+def test_a_model_that_nothing_covers_is_not_covered_by_later_noise(tmp_path):
+    """Published measurements of the later run depend on the earlier run's model, whatever noise the later run has."""
+    variants = (Variant("Non-Private", "non_private"), *tiny().variants[1:])
+    earlier = tiny(rounds=1, noise_seed=None, variants=variants)
+    run(earlier, tmp_path / "earlier", keep_going)
+    covered = {}
+    for name in ("Non-Private", "FedHDP"):
+        start = StartFrom(str(tmp_path / "earlier"), name)
+        directory = tmp_path / slug(name)
+        run(small(tmp_path / "earlier", rounds=1, noise_seed=None, start_from=start), directory, keep_going)
+        [row] = read_study([directory]).rows
+        assert row.result.start_covered is row.covered
+        covered[name] = row.covered
+        third = tmp_path / f"third-{slug(name)}"
+        run(small(directory, rounds=1, noise_seed=None, start_from=str(directory)), third, keep_going)
+        assert read_study([third]).rows[0].covered is row.covered
+        (third / "summary.json").unlink()
+        (third / "fedhdp" / "result.json").unlink()  # as while it was under way
+        assert read_study([third]).rows[0].covered is row.covered
+    assert covered == {"Non-Private": False, "FedHDP": True}
+
+
+def test_clients_who_opted_out_before_are_not_covered_after(tmp_path):
+    """Who had opted out when the model was made, and now chose noise, is in it without noise."""
+    run(tiny(rounds=1, noise_seed=None), tmp_path / "earlier", keep_going)
+    groups = tuple(replace(g, epsilon=8.0, noise_multiplier=None) for g in tiny().mechanism.groups)
+    for name, changes in (("alike", {}), ("others", {"seed": 5})):
+        experiment = small(
+            tmp_path / "earlier",
+            rounds=1,
+            noise_seed=None,
+            mechanism=replace(tiny().mechanism, groups=groups),
+            **changes,
+        )
+        [result] = run(experiment, tmp_path / name, keep_going).variants
+        assert result.start_covered is (name == "others")  # of another population
+
+
+def test_rounds_that_ran_again_cost_as_much_as_the_costliest():
+    costs = [PrivacyCost(2.0, 0.1, "poisson", 3), PrivacyCost(3.0, 0.4, "poisson", 3)]
+    assert PrivacyCost(2.0, 0.4, "poisson", 2) in _with_extra(costs, 2)
+
+
+def test_clients_whose_statistics_prepared_the_inputs_are_not_composed_as_if_protected(tmp_path):
+    model = replace(tiny().model, basis=PcaBasis(size=4))
+    experiment = tiny(rounds=1, variants=tiny().variants[:1], model=model)  # DP-FedAvg gives noise to everybody
+    run(experiment, tmp_path / "earlier", keep_going)
+    later = replace(experiment, start_from=str(tmp_path / "earlier"))
+    [result] = run(later, tmp_path / "later", keep_going).variants
+    assert "ε opted out = ∞" in private_note(result, "both together")

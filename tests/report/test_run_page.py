@@ -68,6 +68,16 @@ def test_server_is_left_out_where_nothing_covers_it(tmp_path, change):
     assert 'class="mark clients"' in run_page([run]).partition("Server&#x27;s test set: ")[2][:400]
 
 
+def test_weight_that_falls_to_zero_covers_nothing(tmp_path):
+    """The last round's weight says nothing of the rounds before, in which clients had weight and no noise."""
+    run = write_page_run(tmp_path / "run")
+    summary = read_value(run / "summary.json", Summary)
+    for group in summary.variants[0].groups:  # Non-Private
+        group.weight = 0.0
+    write_value(run / "summary.json", summary)
+    assert [row.covered for row in read_study([run]).rows] == [False, True, True]
+
+
 def test_results_without_a_word_on_the_server_are_not_public(tmp_path):
     run = write_page_run(tmp_path / "run")
     summary = json.loads((run / "summary.json").read_text())

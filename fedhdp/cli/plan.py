@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from msgspec.structs import asdict
 from rich.console import Console
 
 from fedhdp.cli._options import Json, Report
@@ -13,6 +14,7 @@ from fedhdp.errors import ConfigError, InvalidValueError
 
 if TYPE_CHECKING:
     from fedhdp.theory.planning import ErrorEstimate, LevelShare, Plan
+    from fedhdp.theory.training import SuggestedTraining
 
 ALGORITHMS = {
     "fedhdp": "FedHDP, weights above",
@@ -48,6 +50,12 @@ def plan(
     ] = "pld",
     json: Json = False,
     toml: Annotated[bool, typer.Option("--toml", help="Print an experiment for `fedhdp run`.")] = False,
+    training: Annotated[
+        bool,
+        typer.Option(
+            "--training", help="Also suggest a public basis and training for it; with --toml, in the experiment."
+        ),
+    ] = False,
     report: Report = None,
 ) -> None:
     """Plan before running: the noise and weight of each privacy level, and what it costs the others.
@@ -61,26 +69,32 @@ def plan(
     `fedhdp plan --compare today=none:inf:5%,strict:2:95% --compare offer=none:inf:5%,mild:8:50%,strict:2:45%`
     """
     from fedhdp.theory import planning
+    from fedhdp.theory.training import suggest_training
 
     if json and toml:
         raise ConfigError("give either --json or --toml, got both", "--json")
     sets = _parse_sets(level or [], compare or [])
+    if training and len(sets) > 1:
+        raise ConfigError(f"--training takes one set of levels, got {len(sets)}", "--training", len(sets))
     if toml and len(sets) > 1:
         raise ConfigError(f"--toml takes one set of levels, got {len(sets)}", "--toml", len(sets))
     numbers = (clients, cohort, rounds, delta)
     plans = {name: planning.plan(*numbers, levels, parameters, accountant) for name, levels in sets.items()}
     result = next(iter(plans.values()))
     if json:
-        print_json({"plans": plans} if compare else result)
+        value: object = {"plans": plans} if compare else result
+        print_json(asdict(result) | {"training": suggest_training(result)} if training else value)
     elif toml:
         from fedhdp.experiments.presets import plan_experiment
         from fedhdp.experiments.toml import to_toml
 
-        print(to_toml(plan_experiment(result)), end="")
+        print(to_toml(plan_experiment(result, suggest_training(result) if training else None)), end="")
     elif compare:
         _print_comparison(plans)
     else:
         _print(result)
+        if training:
+            _print_training(suggest_training(result))
     if report is not None:
         from fedhdp.cli.report import write_file
         from fedhdp.report.cost_page import plan_page
@@ -129,6 +143,17 @@ def _print(plan: Plan) -> None:
     _print_errors(out, plan)
     _print_costs(out, plan)
     out.print(describe_gain(plan))
+
+
+def _print_training(suggested: SuggestedTraining) -> None:
+    out = console()
+    out.print("\nSuggested training of FedHDP on a public basis of cosines; weights as above")
+    table = new_table(("setting", "value", "rests on"), ())
+    for name, reason in suggested.rests_on.items():
+        value = getattr(suggested, name, None)
+        table.add_row(name, "as above" if value is None else f"{value:g}", reason)
+    print_table(out, table)
+    out.print("--training --toml prints the experiment with it")
 
 
 def _print_comparison(plans: dict[str, Plan]) -> None:

@@ -10,15 +10,20 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from fedhdp.client import LocalTraining
 from fedhdp.clips import AdaptiveClip
+from fedhdp.experiments.bases import CosineBasis
 from fedhdp.experiments.components import CnnConfig, HandwritingConfig, MlpConfig
 from fedhdp.experiments.config import Experiment
 from fedhdp.experiments.variant import Variant
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
+from fedhdp.server import ServerOptimizer
 
 if TYPE_CHECKING:
     from fedhdp.theory.planning import Plan
+    from fedhdp.theory.training import SuggestedTraining
 
 PAPER_TRAINING = LocalTraining(epochs=25, batch_size=20, learning_rate=0.5, decay=0.9, decay_every=50)
 OPTED_OUT, PRIVATE = "opted out", "private"
@@ -123,11 +128,12 @@ def letters() -> Experiment:
     )
 
 
-def plan_experiment(plan: Plan) -> Experiment:
+def plan_experiment(plan: Plan, suggested: SuggestedTraining | None = None) -> Experiment:
     """A plan's levels and weights beside the baselines, with the network whose number of parameters is the nearest.
 
     Args:
         plan: The plan, from `fedhdp.theory.planning.plan`.
+        suggested: Training from `fedhdp.theory.training.suggest_training`. None: the paper's.
     """
     hidden = max(1, round((plan.parameters - CLASSES) / (PIXELS + 1 + CLASSES)))
     groups = tuple(
@@ -142,7 +148,7 @@ def plan_experiment(plan: Plan) -> Experiment:
     )
     epsilons = (f"epsilon {g.epsilon:g}" if g.epsilon != math.inf else "opted out" for g in groups)
     levels = ", ".join(f"{group.name} ({epsilon})" for group, epsilon in zip(groups, epsilons, strict=True))
-    return Experiment(
+    experiment = Experiment(
         name="plan",
         about=f"{plan.clients} clients who chose among {levels}, by the weights of `fedhdp plan`.",
         rounds=plan.rounds,
@@ -153,6 +159,25 @@ def plan_experiment(plan: Plan) -> Experiment:
         mechanism=MechanismConfig(groups, plan.mechanism.clip),
         variants=(*BASELINES, Variant("FedHDP", "fedhdp")),
         training=PAPER_TRAINING,
+    )
+    return experiment if suggested is None else _with_suggestion(experiment, suggested)
+
+
+def _with_suggestion(experiment: Experiment, suggested: SuggestedTraining) -> Experiment:
+    """FedHDP alone, on the basis and with the training that was suggested for it."""
+    basis = CosineBasis(suggested.basis_size, exponent=suggested.basis_exponent)
+    server = {"name": "sgd", "learning_rate": suggested.server_rate, "momentum": suggested.momentum}
+    return replace(
+        experiment,
+        model=replace(experiment.model, basis=basis),
+        variants=experiment.variants[-1:],
+        training=LocalTraining(
+            epochs=suggested.epochs,
+            batch_size=PAPER_TRAINING.batch_size,
+            learning_rate=suggested.learning_rate,
+            personal_learning_rate=suggested.personal_learning_rate,
+        ),
+        server=ServerOptimizer(server, average=suggested.average),
     )
 
 

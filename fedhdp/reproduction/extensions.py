@@ -31,6 +31,7 @@ MOMENTUM = ServerOptimizer({"name": "sgd", "learning_rate": 0.3, "momentum": 0.9
 ALL_EXTENSIONS = ("extensions", "ours")  # on the command line
 COSINES, LONG_COSINES, DIRECTIONS = CosineBasis(64), CosineBasis(64, scale=2.35), PcaBasis(30)
 FEW_EPOCHS = LocalTraining(epochs=3, batch_size=20, learning_rate=0.5, personal_learning_rate=5.0)
+WRITERS_TRAINING = replace(FEW_EPOCHS, personal_learning_rate=1.0)  # whose clients have all digits
 BASIS_PULLS = (0.0005, 0.002)
 
 
@@ -103,10 +104,10 @@ EXTENSIONS = {
     ),
     "basis-writers": Extension(
         "64 cosines, 3 epochs, momentum and a long average",
-        *(None, (0.01,), _momentum(0.2), True, 0.0, (0.05, 0.25)),
+        *(None, (0.01,), _momentum(0.2), True, 0.0, (0.005, 0.05)),
         tables=("fmnist",),
         basis=COSINES,
-        training=FEW_EPOCHS,
+        training=WRITERS_TRAINING,
     ),
 }
 

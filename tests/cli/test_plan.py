@@ -106,3 +106,32 @@ def test_invalid_sets(run_refused, arguments, field):
 
 def test_json_and_toml_exclude_each_other(run_refused):
     assert "--json" in run_refused("plan", "--level", "a:1:1", "--json", "--toml")
+
+
+def test_suggested_training_is_an_experiment_on_a_basis(run_cli, run_json):
+    """The suggestion that is printed is the one that the experiment has."""
+    levels = ("plan", "--level", "none:inf:5%", "--level", "private:3.6:95%", "--training")
+    suggested = run_json(*levels, "--json")["training"]
+    experiment = from_toml(run_cli(*levels, "--toml").stdout, "plan.toml")
+    assert experiment.model.basis.size == suggested["basis_size"]
+    assert experiment.training.epochs == suggested["epochs"]
+    assert experiment.server.optimizer["learning_rate"] == suggested["server_rate"]
+    assert experiment.server.average == suggested["average"]
+    assert [variant.algorithm for variant in experiment.variants] == ["fedhdp"]
+    text = run_cli(*levels).stdout
+    for setting in suggested["rests_on"]:
+        assert setting in text
+
+
+def test_the_server_is_slower_where_a_round_has_more_noise(run_json):
+    """Nobody opts out, so that no weight can keep the noise low."""
+    sets = (("none:inf:5%", "private:3.6:95%"), ("mild:3.6:50%", "strict:2:50%"))
+    plans = [run_json("plan", "--level", first, "--level", other, "--training", "--json") for first, other in sets]
+    noises = [plan["error_estimates"]["fedhdp"]["noise_per_parameter"] for plan in plans]
+    rates = [plan["training"]["server_rate"] for plan in plans]
+    assert noises[0] < noises[1]
+    assert rates[0] == 0.4 > rates[1] > 0
+
+
+def test_training_is_suggested_for_one_set_of_levels(run_refused):
+    assert "--training" in run_refused("plan", "--compare", "a:1:1", "--compare", "b:1:1", "--training")

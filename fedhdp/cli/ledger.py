@@ -38,17 +38,19 @@ def show(
     Example: `fedhdp ledger show population.ledger`
     """
     from fedhdp.privacy.ledger import Ledger
-    from fedhdp.privacy.reports import group_standing
+    from fedhdp.privacy.reports import group_standing, restored_note
 
     with Ledger(file, read_only=True) as ledger:
         groups = [group_standing(ledger, name, delta) for name in ledger.groups()]
-        runs = ledger.runs()
+        runs, restored, note = ledger.runs(), ledger.restorations(), restored_note(ledger)
     if json:
         records = [{"run": run.name, "started": run.started, "rounds_charged": run.charged} for run in runs]
-        print_json({"ledger": str(file), "groups": groups, "runs": records})
+        print_json({"ledger": str(file), "groups": groups, "runs": records, "restored": restored})
         return
     out = console()
     out.print(f"{file}: epsilon of each group over all runs")
+    if note:
+        out.print(note)
     _print_groups(out, groups)
     if runs:
         out.print()

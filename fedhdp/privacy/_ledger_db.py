@@ -6,6 +6,7 @@ What is written, and when, is decided in ``ledger.py``.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import secrets
 import sqlite3
@@ -88,6 +89,16 @@ class LedgerFile:
         """Copy the file, as it is at one moment, into another database."""
         with self._translate_errors():
             self._db.backup(other)
+
+    def mark_restored(self) -> None:
+        """Record that this file was put in place of another one, which may have had charges that this one does not have."""
+        with self._transaction():
+            self._record("restored", datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+
+    def restorations(self) -> list[str]:
+        """When a backup was put in place of the ledger, which may have lost charges; the oldest first."""
+        with self._translate_errors():
+            return journal.restorations(self._db)
 
     def _connect(self, path: Path, timeout: float, mode: str = "rw") -> sqlite3.Connection:
         """Also to read: what a killed process left in the middle of a transaction is rolled back first."""

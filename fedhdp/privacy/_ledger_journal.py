@@ -33,7 +33,8 @@ def append(db: sqlite3.Connection, kind: str, *values: Any) -> None:
     Args:
         db: The file.
         kind: ``ledger``, the first of all; ``budget`` (group, epsilon, delta); ``clients`` (groups by client);
-            ``population`` (description); ``run`` (name, start, mechanism); or ``charge`` (run, rounds, time, rows).
+            ``population`` (description); ``run`` (name, start, mechanism); ``charge`` (run, rounds, time, rows); or
+            ``restored`` (time): a backup was put in place.
         values: What was written.
     """
     number, previous = db.execute("SELECT number, checksum FROM journal ORDER BY number DESC LIMIT 1").fetchone()
@@ -43,6 +44,17 @@ def append(db: sqlite3.Connection, kind: str, *values: Any) -> None:
 def start(db: sqlite3.Connection) -> None:
     """Add the first entry."""
     _insert(db, 1, "", ["ledger", secrets.token_hex(8)])
+
+
+def restorations(db: sqlite3.Connection) -> list[str]:
+    """The times at which a backup was put in place."""
+    entries = (json.loads(entry) for (entry,) in db.execute("SELECT entry FROM journal ORDER BY number"))
+    return [values[0] for kind, *values in entries if kind == "restored"]
+
+
+def identity(db: sqlite3.Connection) -> str:
+    """The first entry, which a ledger shares with its copies alone."""
+    return str(db.execute("SELECT entry FROM journal WHERE number = 1").fetchone()[0])
 
 
 def _insert(db: sqlite3.Connection, number: int, previous: str, values: list[Any]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fedhdp.errors import LedgerError
+from fedhdp.privacy import _ledger_journal as journal
 from fedhdp.privacy._ledger_db import DamagedLedgerError, place
 from fedhdp.privacy.ledger import Ledger
 
@@ -34,6 +35,8 @@ def backup(path: str | Path, copy: str | Path) -> None:
 def restore(copy: str | Path, path: str | Path) -> Path | None:
     """Put a copy in place of a ledger that is missing or damaged; the damaged file is kept under another name.
 
+    The ledger says from then on that it was restored, since charges may be missing (`Ledger.restorations`).
+
     Args:
         copy: A backup, which is checked first.
         path: The ledger.
@@ -42,7 +45,8 @@ def restore(copy: str | Path, path: str | Path) -> Path | None:
         The name that the damaged file has now, or None if there was none.
 
     Raises:
-        LedgerError: If the copy is damaged, or the ledger is not: what was charged since the backup would be lost.
+        LedgerError: If the copy is damaged or another ledger's, or the ledger is not damaged: what was charged since the
+            backup would be lost.
     """
     path = Path(path)
     damaged = None
@@ -54,12 +58,25 @@ def restore(copy: str | Path, path: str | Path) -> Path | None:
         else:
             raise LedgerError(f"{path}: not damaged, so no backup is put in its place", "path", path)
     with _draft(copy, path) as draft:
+        if _identity(path) not in (None, _identity(draft)):
+            raise LedgerError(f"{copy}: a copy of another ledger than {path}", "copy", copy)
+        with Ledger(draft) as ledger:
+            ledger.mark_restored()
         if damaged is not None:
             path.rename(damaged)
-        if (journal := Path(f"{path}-journal")).exists():  # of the damaged file; SQLite would apply it to the copy
-            journal.rename(f"{damaged or path}-journal.old")
+        if (pending := Path(f"{path}-journal")).exists():  # of the damaged file; SQLite would apply it to the copy
+            pending.rename(f"{damaged or path}-journal.old")
         place(draft, path)
     return damaged
+
+
+def _identity(path: Path) -> str | None:
+    """What a ledger shares with its copies alone; None where the file is missing, or too damaged to tell."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+            return journal.identity(db)
+    except (sqlite3.Error, TypeError):
+        return None
 
 
 @contextlib.contextmanager

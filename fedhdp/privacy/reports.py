@@ -246,6 +246,15 @@ def group_standing(ledger: Ledger, group: str, delta: float, budget: Budget | No
     )
 
 
+def restored_note(ledger: Ledger) -> str:
+    """What a reader must know of a ledger that was restored from a backup; empty where it was not."""
+    times = [f"{time[:16].replace('T', ' ')} UTC" for time in ledger.restorations()]
+    if not times:
+        return ""
+    words = "charges before may be missing, so that more was spent than it says"
+    return f"Restored from a backup ({', '.join(times)}): {words}."
+
+
 def _costliest_round(ledger: Ledger, group: str) -> PrivacyCost | None:
     """A round with the least noise and the largest sampling rate of the group's last run; None before its first.
 

@@ -11,7 +11,7 @@ from fedhdp.privacy.accounting import format_epsilon, pluralize
 from fedhdp.privacy.attack import attack_curve
 from fedhdp.privacy.costs import PrivacyCost
 from fedhdp.privacy.ledger import Ledger, Run
-from fedhdp.privacy.reports import GroupStanding, group_standing
+from fedhdp.privacy.reports import GroupStanding, group_standing, restored_note
 from fedhdp.privacy.spending import PACE_WEEKS, Spending, rounds_per_week, spending, weeks_left
 from fedhdp.report.charts import Axes, Charts, Line, Reference, caption, empty
 from fedhdp.report.html import Content, Html, Page, Panel, Section, card, join, name, short, table
@@ -79,7 +79,8 @@ def ledger_page(ledger: Ledger, delta: float, now: datetime.datetime | None = No
     data: dict[str, object] = {"charts": charts.data, "version": ""}
     title = f"{ledger.path.name} on {now:%Y-%m-%d}"
     cards = [_card(account) for account in accounts]
-    return Page(f"{title} – fedhdp", name(title), f"{lead}.", cards, sections, data, FOOTER).render()
+    notice = restored_note(ledger)
+    return Page(f"{title} – fedhdp", name(title), f"{lead}.", cards, sections, data, FOOTER, notice).render()
 
 
 def _account(ledger: Ledger, group: str, delta: float, now: datetime.datetime) -> Account:

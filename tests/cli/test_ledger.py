@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 
@@ -190,4 +191,6 @@ def test_a_backup_is_restored_in_place_of_a_damaged_ledger(run_cli, run_refused,
     file.write_bytes(b"")
     run_refused("ledger", "show", file)
     assert "damaged-1" in run_cli("ledger", "restore", tmp_path / "copy", file).stdout
+    assert "Restored from a backup" in run_cli("ledger", "show", file).stdout
+    assert len(json.loads(run_cli("ledger", "show", file, "--json").stdout)["restored"]) == 1
     assert promise_of(file, "strict") == Budget(2.0, 1e-4)

@@ -20,6 +20,7 @@ from fedhdp.privacy._ledger_db import VERSION, DamagedLedgerError
 from fedhdp.privacy.accounting import rounds_left
 from fedhdp.privacy.backup import backup, restore
 from fedhdp.privacy.ledger import Budget, Ledger
+from fedhdp.privacy.reports import restored_note
 
 
 @pytest.fixture
@@ -289,6 +290,21 @@ def test_a_kill_inside_a_transaction_leaves_a_ledger_that_can_be_read(path, ledg
         assert (ledger.clients("lax"), rounds_of(ledger, "lax")) == (60, 1)
 
 
+def test_a_copy_of_another_ledger_takes_no_place(tmp_path, path, ledger):
+    """It would show a population that has spent nothing, or something else."""
+    ledger.close()
+    Ledger(tmp_path / "other").close()
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE runs SET charged = 0")
+        db.execute("DELETE FROM charges")
+        db.execute("DELETE FROM clients")
+    damaged = path.read_bytes()
+    with raises_field("copy", LedgerError):
+        restore(tmp_path / "other", path)
+    assert path.read_bytes() == damaged
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([path.name, "other"])
+
+
 def test_a_backup_takes_the_place_of_a_damaged_ledger_alone(tmp_path, path, ledger):
     ledger.charge("run", ROUND)
     backup(path, tmp_path / "copy")
@@ -303,6 +319,13 @@ def test_a_backup_takes_the_place_of_a_damaged_ledger_alone(tmp_path, path, ledg
     assert restore(tmp_path / "copy", path) == Path(f"{path}.damaged-1")
     with Ledger(path) as ledger:
         assert rounds_of(ledger, "lax") == 1
+        assert len(ledger.restorations()) == 1
+        assert "charges before may be missing" in restored_note(ledger)
+        ledger.charge("run", ROUND)
+    with Ledger(path) as ledger:  # the mark stays, and later charges follow it
+        assert (rounds_of(ledger, "lax"), len(ledger.restorations())) == (2, 1)
+    with Ledger(tmp_path / "copy") as ledger:
+        assert (ledger.restorations(), restored_note(ledger)) == ([], "")
     path.unlink()
     assert restore(tmp_path / "copy", path) is None
     (tmp_path / "copy").write_bytes(b"nothing")

@@ -30,6 +30,7 @@ import numpy as np
 
 from fedhdp.client import Batch
 from fedhdp.engine.network import Network
+from fedhdp.engine.patches import materialized_transpose
 from fedhdp.engine.span import FirstLayer
 from fedhdp.mechanism import FLOAT32_UNIT_ROUNDOFF
 from fedhdp.models import Array, Parameters, take
@@ -314,11 +315,6 @@ def gram(x_MF: Array, bias: bool) -> Array:
     """The Gram matrix of a client's rows, X·Xᵀ, with a bias as an input that is always 1."""
     gram_MM = jnp.matmul(x_MF, materialized_transpose(x_MF), precision=EXACT)
     return gram_MM + 1.0 if bias else gram_MM
-
-
-def materialized_transpose(a: Array) -> Array:
-    """A matrix transposed in memory: batches of small matrix products are fast on CPUs only so."""
-    return jax.lax.optimization_barrier(a.T)
 
 
 @jax.custom_vjp

@@ -1,4 +1,4 @@
-"""Convolutions as products of patches, and pooling as reshapes: fast for many small networks, as are their gradients.
+"""Convolutions as products of patches, pooling as reshapes, and layers of few outputs: fast for many small networks.
 
 Networks that each have weights of their own make a grouped convolution, which XLA computes slowly.
 """
@@ -157,3 +157,22 @@ def max_and_argmax(arrays: Sequence[Array]) -> tuple[Array, Array]:
     while len(pairs) > 1:
         pairs = [reduce(larger, pairs[i : i + 2]) for i in range(0, len(pairs), 2)]
     return pairs[0][0], jnp.asarray(pairs[0][1], jnp.int32)
+
+
+def materialized_transpose(a: Array) -> Array:
+    """A matrix transposed in memory: batches of small matrix products are fast on CPUs only so."""
+    return jax.lax.optimization_barrier(a.T)
+
+
+@jax.custom_vjp
+def few_outputs(h_NH: Array, w_LH: Array) -> Array:
+    """A dense layer to few outputs with a row of weights for each, fast for many small networks, as are its gradients."""
+    return jnp.einsum("lh,nh->ln", w_LH, h_NH).T
+
+
+def _few_outputs_backward(saved: tuple[Array, Array], g_NL: Array) -> tuple[Array, Array]:
+    h_NH, w_LH = saved
+    return g_NL @ w_LH, materialized_transpose(g_NL) @ h_NH
+
+
+few_outputs.defvjp(lambda h_NH, w_LH: (few_outputs(h_NH, w_LH), (h_NH, w_LH)), _few_outputs_backward)

@@ -6,6 +6,7 @@
 | a convolution, a bias, rectified linear units and 2 x 2 max  | one product for the four outputs of a maximum, or a    |
 | pooling, in this order or with the units last                | kernel on NVIDIA GPUs                                  |
 | max and mean pooling of windows that do not overlap          | a reshape; the gradient needs the argmax alone         |
+| a layer of few outputs                                      | a product whose operands are transposed in memory      |
 
 What no rule recognizes stays as it is.
 """
@@ -23,10 +24,19 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from fedhdp.engine import kernels
-from fedhdp.engine.patches import Convolution, convolve, convolve_and_pool, max_pool, sum_pool
+from fedhdp.engine.patches import (
+    Convolution,
+    convolve,
+    convolve_and_pool,
+    few_outputs,
+    materialized_transpose,
+    max_pool,
+    sum_pool,
+)
 from fedhdp.engine.tracing import Program, dtype_of, inner_program, shape_of
 from fedhdp.models import Array
 
+FEW_OUTPUTS = 16  # of a layer whose weights are transposed before its product
 MAX_TAPS = 128  # pixels of a kernel, up to which patches are written out
 
 
@@ -43,6 +53,9 @@ def rewrite(program: Program) -> Used:
     for eqn in poolings:
         pool = partial(_POOLINGS[eqn.primitive.name], window=eqn.params["window_dimensions"])
         program.replace(eqn.outvars[0], eqn.invars, pool)
+    for eqn in program.eqns:
+        if (side := _weights_of_few_outputs(program, eqn)) is not None:
+            program.replace(eqn.outvars[0], eqn.invars, partial(_few_outputs, eqn, side))
     convolutions = [eqn for eqn in program.eqns if _suits_patches(eqn)]
     for eqn in convolutions:
         if (pooled := _find_pooled(program, eqn)) is not None:
@@ -93,6 +106,29 @@ def _convolution(eqn: JaxprEqn, image: Array, weight: Array) -> Array:
     out = convolve(*_ordered(eqn, image, weight), Convolution(*settings))
     n, channel, *pixels = params["dimension_numbers"].out_spec
     return out.transpose(np.argsort((n, *pixels, channel)))
+
+
+def _weights_of_few_outputs(program: Program, eqn: JaxprEqn) -> int | None:
+    """The side of the weights in the product of a matrix with those of a layer of few outputs; None for anything else."""
+    if eqn.primitive.name != "dot_general" or any(len(shape_of(atom)) != 2 for atom in eqn.invars):
+        return None
+    contracted, batch = eqn.params["dimension_numbers"]
+    params, (out,) = eqn.params, eqn.outvars
+    plain = len(contracted[0]) == 1 and not any(batch) and params["precision"] is None
+    is_float = {dtype_of(atom) for atom in (*eqn.invars, out)} == {jnp.dtype(jnp.float32)}
+    sides = [side for side, atom in enumerate(eqn.invars) if atom in program.leaves]
+    if not plain or not is_float or len(sides) != 1:
+        return None
+    outputs = shape_of(eqn.invars[sides[0]])[1 - contracted[sides[0]][0]]
+    return sides[0] if outputs <= FEW_OUTPUTS else None
+
+
+def _few_outputs(eqn: JaxprEqn, side: int, *operands: Array) -> Array:
+    (axes, _), weight, h = eqn.params["dimension_numbers"], operands[side], operands[1 - side]
+    w_LH = weight if axes[side][0] == 1 else materialized_transpose(weight)
+    h_NH = h if axes[1 - side][0] == 1 else h.T
+    out_NL = few_outputs(h_NH, w_LH)
+    return out_NL if side == 1 else out_NL.T
 
 
 class PooledConvolution(NamedTuple):

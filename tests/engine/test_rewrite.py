@@ -168,3 +168,21 @@ def test_what_is_not_recognized_stays():
 
 def test_dropout_is_that_of_the_same_key():
     assert_same(cnn(8, 3, channels=(2, 3), hidden=6), (8, 8))
+
+
+@pytest.mark.parametrize("equation", ["nh,hl->nl", "nh,lh->nl", "hn,hl->nl", "lh,nh->ln"])
+def test_layers_of_few_outputs_are_the_same(monkeypatch, equation):
+    calls: list = []
+    monkeypatch.setattr(rewrite, "few_outputs", lambda *a: (calls.append(1), patches.few_outputs(*a))[1])
+    one, other = equation.split("->")[0].split(",")
+    weight = one if "l" in one else other
+
+    def apply(parameters: Any, x_N: jax.Array, key: Any) -> jax.Array:
+        h_NH = jnp.tanh(x_N * parameters["scale"])
+        h = h_NH.T if "hn" in equation else h_NH
+        out = jnp.einsum(equation, *((parameters["w"], h) if weight == one else (h, parameters["w"])))
+        return out if equation.endswith("nl") else out.T
+
+    shape = tuple({"h": 6, "l": 4}[axis] for axis in weight)
+    assert_same(Model(lambda key: {"w": jax.random.normal(key, shape), "scale": jnp.ones(6)}, apply), (6,))
+    assert calls

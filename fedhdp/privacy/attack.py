@@ -14,7 +14,7 @@ Axis letters: A false-positive rates, E epsilons.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from fedhdp.privacy.costs import PrivacyCost
 RATES = tuple(np.geomspace(1e-3, 1.0, 61).tolist())
 ONE_IN_HUNDRED = 0.01
 EPSILONS = 1500  # at which delta is computed
+MAX_EXPONENT = 700.0  # e^700 is still a number
 
 
 class AttackCurve(NamedTuple):
@@ -56,33 +57,28 @@ def attack_curve(costs: Iterable[PrivacyCost], accountant: Accountant) -> Attack
         InvalidValueError: If a value is out of range, or the costs do not compose.
     """
     charged = [cost for cost in costs if not cost.checked().free]
-    rate_A = np.array([*RATES, ONE_IN_HUNDRED])
     if any(cost.noise_multiplier < MIN_NOISE_MULTIPLIER for cost in charged):
-        found_A = np.ones_like(rate_A)
-    elif not charged:
-        found_A = rate_A
-    else:
-        found_A = _largest_true_positive_rate(rate_A, charged, accountant)
-    mu = _gaussian_mu(rate_A, found_A)
+        return _curve([math.inf], [1.0])
+    if not charged:
+        return _curve([0.0], [0.0])
+    largest = compose(charged, SMALL_DELTA, "rdp")
+    epsilons = np.linspace(0.0, min(largest, MAX_EXPONENT), EPSILONS).tolist()
+    return _curve(epsilons, compose_deltas(charged, epsilons, accountant))
+
+
+def _curve(epsilons: Sequence[float], deltas: Sequence[float]) -> AttackCurve:
+    """The curve that these bounds allow together.
+
+    What is bounded from below is the share that an attack misses: near 1, a true-positive rate has no digits left.
+    """
+    epsilon_E, delta_E, rate_A = np.array(epsilons), np.array(deltas), np.array([*RATES, ONE_IN_HUNDRED])
+    low_AE = 1 - delta_E - np.exp(np.minimum(epsilon_E, MAX_EXPONENT)) * rate_A[:, None]
+    high_AE = np.exp(-epsilon_E) * (1 - delta_E - rate_A[:, None])
+    missed_A = np.clip(np.maximum(low_AE, high_AE).max(1), 0.0, 1 - rate_A)
+    inside = (rate_A < 1) & (missed_A < 1 - rate_A)  # elsewhere nobody does better than guessing
+    mu = float(np.max(-ndtri(missed_A[inside]) - ndtri(rate_A[inside]), initial=0.0))
+    found_A = np.where(missed_A < 1 - rate_A, 1 - missed_A, rate_A)
     return AttackCurve(RATES, tuple(found_A[:-1].tolist()), float(found_A[-1]), mu)
-
-
-def _largest_true_positive_rate(rate_A: np.ndarray, costs: list[PrivacyCost], accountant: Accountant) -> np.ndarray:
-    largest = compose(costs, SMALL_DELTA, "rdp")
-    epsilon_E = np.linspace(0.0, min(largest, 700.0), EPSILONS)  # e^700 is still a number
-    delta_E = np.array(compose_deltas(costs, epsilon_E.tolist(), accountant))
-    low_AE = delta_E + np.exp(epsilon_E) * rate_A[:, None]
-    high_AE = 1 - np.exp(-epsilon_E) * (1 - delta_E - rate_A[:, None])
-    found_A = np.minimum(low_AE, high_AE).min(1)
-    return np.asarray(np.clip(found_A, rate_A, 1.0))
-
-
-def _gaussian_mu(rate_A: np.ndarray, found_A: np.ndarray) -> float:
-    """Of the curve and, since a trade-off is symmetric, of its mirror image."""
-    inside = rate_A < 1
-    with np.errstate(invalid="ignore"):
-        mu_A = ndtri(found_A[inside]) - ndtri(rate_A[inside])
-    return math.inf if (found_A[inside] == 1).all() else float(np.max(mu_A[found_A[inside] < 1], initial=0.0))
 
 
 def format_found(found: float) -> str:
@@ -98,10 +94,4 @@ def curve_of_epsilon(epsilon: float, delta: float) -> AttackCurve:
         epsilon: Epsilon; infinity where there is no noise.
         delta: The delta at which it holds.
     """
-    rate_A = np.array([*RATES, ONE_IN_HUNDRED])
-    if epsilon > 700:  # e^epsilon is no number, and bounds nothing
-        found_A = np.ones_like(rate_A)
-    else:
-        low_A = delta + math.exp(epsilon) * rate_A
-        found_A = np.clip(np.minimum(low_A, 1 - math.exp(-epsilon) * (1 - delta - rate_A)), rate_A, 1.0)
-    return AttackCurve(RATES, tuple(found_A[:-1].tolist()), float(found_A[-1]), _gaussian_mu(rate_A, found_A))
+    return _curve([epsilon], [delta])

@@ -96,3 +96,15 @@ def test_shares_are_never_rounded_down():
 def test_costs_that_do_not_compose_are_refused():
     with pytest.raises(InvalidValueError):
         attack_curve([COST, COST._replace(sampling="fixed")], "rdp")
+
+
+@pytest.mark.parametrize("cost", [PrivacyCost(0.1, 0.2, "poisson", 1), PrivacyCost(0.12, 1.0, "poisson", 1)])
+def test_mu_permits_as_much_as_the_curve_where_the_rate_is_nearly_one(cost):
+    """A sampled query with little noise is told from nothing by many false positives, up to the last digit."""
+    curve = attack_curve([cost], "pld")
+    assert max(curve.true_positive_rates[:-1]) > 1 - 1e-15
+    missed = 1 - np.array(curve.true_positive_rates[:-1])
+    permitted = norm.sf(curve.mu + norm.ppf(curve.false_positive_rates[:-1]))
+    assert (permitted <= missed + 1e-15).all()
+    least = -norm.ppf(2e-16) - norm.ppf(curve.false_positive_rates[-2])  # where nothing is missed but the last digit
+    assert curve.mu >= least

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from fedhdp.clips import AdaptiveClip
+from fedhdp.experiments.audit.system import ServerSystem
+from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import compose
+from fedhdp.privacy.audit import report
 from fedhdp.privacy.audit.bounds import (
     Scores,
     area_under_curve,
@@ -24,6 +29,7 @@ from fedhdp.privacy.audit.bounds import (
     threshold_bound,
     true_positive_rate,
 )
+from fedhdp.privacy.audit.canaries import audit_rounds, make_layout
 from fedhdp.privacy.costs import PrivacyCost
 
 ALPHA, AUDITS, DELTA = 0.1, 300, 1e-3
@@ -133,3 +139,21 @@ def test_curve_area_and_rates():
 def test_equal_scores_have_half_the_area():
     assert area_under_curve(Scores(np.zeros(10), np.zeros(30))) == 0.5
     assert true_positive_rate(Scores(np.zeros(10), np.zeros(30)), 0.01) == 0
+
+
+def test_bounds_of_an_audit_share_its_level(monkeypatch):
+    """A sound server fails with the stated probability at most: the parts of all bounds add up to no more."""
+    mechanism = Mechanism((PrivacyGroup("a", 60, 1.0, 0.5), PrivacyGroup("b", 60, 2.0, 0.5)), AdaptiveClip(1.0))
+    layout, rng, level, parts = make_layout(mechanism, 50), np.random.default_rng(0), 1e-3, []
+
+    def record(position, bound, *values):
+        parts.append(values[position])
+        return bound(*values)
+
+    for name, position in (("threshold_bound", 1), ("gaussian_bound", 1), ("one_run_bound", 2)):
+        monkeypatch.setattr(report, name, partial(record, position, getattr(report, name)))
+    transcript = audit_rounds(ServerSystem(mechanism, layout.width), mechanism, layout, 3, rng)
+    claims = report.make_claims(mechanism, 3, lambda group: 1e-4, "pld")
+    report.audit_groups(mechanism, claims, [transcript], layout, level, rng)
+    assert len(parts) == 14
+    assert sum(parts) <= level * (1 + 1e-12)

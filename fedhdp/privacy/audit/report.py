@@ -36,6 +36,7 @@ from fedhdp.privacy.audit.results import Attack, GroupAudit
 from fedhdp.privacy.costs import scheduled_costs
 
 CLOPPER_PEARSON, GAUSSIAN, ONE_RUN = "Clopper-Pearson", "Gaussian", "one run"
+BOUNDS = 7  # of a group: three on all rounds, two on one round, two on the clip bits
 FOUND_POWER = 0.5  # the share of an attack's power that it must show
 TOLERANCE = 1e-6  # relative; bounds of floating-point numbers
 
@@ -97,7 +98,7 @@ def audit_groups(
         rng: Divides scores into halves.
     """
     mechanism = mechanism_at(schedule, 0)
-    alpha = level / (6 * len(mechanism.groups))  # six bounds for each group; the seventh is no claim's
+    alpha = level / (BOUNDS * len(mechanism.groups))
     groups = []
     for number, group in enumerate(mechanism.groups):
         claim = claims[group.name]

@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test test-quick lint docs wheel torch browser install clean lock flower-demo bench conformance
+.PHONY: run test test-quick lint docs wheel torch browser install clean lock flower-demo bench conformance torture
 
 run: install
 	$(BIN)/fedhdp run $(ARGS)
@@ -24,6 +24,9 @@ bench:  # the simulator against its peers; standard output is the benchmark's al
 conformance:  # the conformance kit against other libraries, each in an environment of its own
 	@$(MAKE) --silent install >&2
 	@$(BIN)/python benchmarks/conformance/conformance.py $(ARGS)
+
+torture: install  # kills, full disks, damage to every file, contention: for ARGS="--minutes 20"
+	$(BIN)/python benchmarks/torture.py $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

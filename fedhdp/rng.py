@@ -22,9 +22,14 @@ def stream(seed: int, purpose: int, round: int) -> np.ndarray:
     return np.random.SeedSequence([seed, purpose, round]).generate_state(2)
 
 
+def process_entropy(words: int) -> np.ndarray:
+    """Words of 32 bits from the operating system's entropy, of this process alone."""
+    return np.frombuffer(os.urandom(4 * words), np.uint32)
+
+
 def os_entropy(words: int) -> np.ndarray:
     """Words of 32 bits from the operating system's entropy, the same in all processes of a ``jax.distributed`` run."""
-    entropy = np.frombuffer(os.urandom(4 * words), np.uint32)
+    entropy = process_entropy(words)
     return entropy if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(entropy))
 
 

@@ -23,7 +23,7 @@ from fedhdp.data import FederatedData
 from fedhdp.devices import use_cpu_cores
 from fedhdp.engine.checks import check_data, check_metrics
 from fedhdp.engine.evaluation import Evaluation, model_metrics
-from fedhdp.engine.examples import engine_config, make_example_store, make_gram_matrices
+from fedhdp.engine.examples import engine_config, make_example_store, make_gram_matrices, train_by_owner
 from fedhdp.engine.explain import explain
 from fedhdp.engine.groups import client_groups, members_by_group
 from fedhdp.engine.integer_sums import exact_round
@@ -131,8 +131,8 @@ class Simulation:
         )
         config = config._replace(layers=server.make_layers(self.mechanism, sizes), exact=self._arithmetic == "exact")
         self.engine = _engine(model, self.training, self.server_optimizer, config)
-        personalize = self.training.personalize
-        self.placement = Placement(self.engine, self.mechanism, data.train.count_K, by_owner=personalize)
+        personalize, by_owner = self.training.personalize, train_by_owner(self.training)
+        self.placement = Placement(self.engine, self.mechanism, data.train.count_K, by_owner)
         self.examples = make_example_store(self.engine, data.train, self.engine.config.sizes[-1])
         self.gram_K = make_gram_matrices(self.engine, self.examples)
         self.store = make_personal_store(self.engine, data.num_clients, directory) if personalize else None
@@ -144,6 +144,11 @@ class Simulation:
     def explain(self) -> str:
         """Which path the network takes through the engine, and why."""
         return explain(self.engine.network, self.engine.config.sizes[-1], self.engine.config.layers)
+
+    @property
+    def processes(self) -> int:
+        """How many processes the simulation runs in."""
+        return jax.process_count()
 
     def group_of_client(self) -> dict[str, str]:
         """The name of each client's group, by the client's id."""

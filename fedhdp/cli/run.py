@@ -16,6 +16,7 @@ import typer
 from fedhdp.cli._compilation_cache import use_compilation_cache
 from fedhdp.cli._options import Json, parse_seeds
 from fedhdp.cli._output import console, epsilon_text, error_console, print_json
+from fedhdp.cli._processes import note_resume, run_in_processes
 from fedhdp.cli.show import TABLE_WIDTH
 from fedhdp.errors import ConfigError
 
@@ -77,6 +78,13 @@ def run(
             "--allow-more-epsilon", help="With --resume and --rounds: groups may have more epsilon than they asked for."
         ),
     ] = False,
+    processes: Annotated[
+        int | None, typer.Option(help="Run in this many processes; on this machine, unless --coordinator is given.")
+    ] = None,
+    coordinator: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Address of process 0, where each machine has a process.")
+    ] = None,
+    process_id: Annotated[int | None, typer.Option(help="The number of this machine's process, from 0.")] = None,
 ) -> None:
     """Run an experiment: train every variant, compare them in one table, write the results to a directory.
 
@@ -93,6 +101,8 @@ def run(
     `fedhdp run --resume runs/mine`
 
     `fedhdp run --resume runs/mine --rounds 800` (the same run with more rounds)
+
+    `fedhdp run letters --processes 2` (under Slurm, `srun fedhdp run letters` takes one process for each task)
     """
     options = {"seed": seed, "noise_seed": noise_seed, "rounds": rounds, "ledger": ledger and str(ledger)}
     options["keep_checkpoint"] = keep_checkpoint or None
@@ -105,15 +115,19 @@ def run(
         if changes.keys() - {"rounds"} or out is not None or experiment is not None:
             rule = "--resume continues a run as it was started: no experiment, no option but --rounds and --json"
             raise ConfigError(rule, "resume", str(resume))
-        use_compilation_cache()
-        _resume(resume, rounds, allow_more_epsilon, json)
-        return
-    if allow_more_epsilon:
+    elif allow_more_epsilon:
         raise ConfigError("--allow-more-epsilon needs --resume and --rounds", "--allow-more-epsilon", True)
+
+    def start() -> None:
+        if resume is not None:
+            _resume(resume, rounds, allow_more_epsilon, json)
+            return
+        several = None if seeds is None else parse_seeds(seeds)
+        value, directory = _experiment(experiment or "quickstart", changes, out)
+        _run(value, directory, several, json)
+
     use_compilation_cache()
-    several = None if seeds is None else parse_seeds(seeds)
-    value, directory = _experiment(experiment or "quickstart", changes, out)
-    _run(value, directory, several, json)
+    run_in_processes(processes, coordinator, process_id, start)
 
 
 def _print_network() -> None:
@@ -200,6 +214,7 @@ def _watched(start: Callable[[Watch], Summary], resume_command: str, last: bool 
     from fedhdp.experiments import Interrupted
 
     errors = error_console()
+    note_resume(resume_command)
     try:
         with ProgressDisplay(errors, resume_command) as display:
             summary = start(display.watch)

@@ -32,17 +32,21 @@ class ShardedExamples:
         self.source, self.count_K = examples, examples.count_K
         shares = [np.arange(device, clients, devices) for device in range(devices)]
         size = max(1, *(int(examples.count_K[share].sum()) for share in shares))  # of each device's part
-        x_N = np.zeros((devices * size, *examples.x_N.shape[1:]), examples.x_N.dtype)
-        y_N = np.zeros((devices * size, *examples.y_N.shape[1:]), examples.y_N.dtype)
+        local = engine.local_devices  # the others' examples are not read
+        x_N = np.zeros((len(local) * size, *examples.x_N.shape[1:]), examples.x_N.dtype)
+        y_N = np.zeros((len(local) * size, *examples.y_N.shape[1:]), examples.y_N.dtype)
         self.start_K = np.zeros(clients, np.int64)
         for device, share in enumerate(shares):
             count = examples.count_K[share]
             start = np.cumsum(count) - count
             self.start_K[share] = start
+            if device not in local:
+                continue
             rows = np.repeat(examples.start_K[share] - start, count) + np.arange(count.sum())
-            part = slice(device * size, device * size + len(rows))
+            first = (device - local.start) * size
+            part = slice(first, first + len(rows))
             x_N[part], y_N[part] = examples.x_N[rows], examples.y_N[rows]
-        self.arrays = engine.put((x_N, y_N), engine.by_client)
+        self.arrays = engine.put_local((x_N, y_N))
 
     def fetch(self, layout: CohortLayout) -> tuple[Array, Array, np.ndarray]:
         """Inputs and targets on the devices, and where each slot's examples begin."""
@@ -69,16 +73,19 @@ class StreamedExamples:
 
     def fetch(self, layout: CohortLayout) -> tuple[Array, Array, np.ndarray]:
         """Inputs and targets on the devices, and where each slot's examples begin."""
+        slots, local = len(layout.client_C) // self.engine.devices, self.engine.local_devices
+        own = slice(local.start * slots, local.stop * slots)  # the slots of this process
+        client_C, is_participating_C = layout.client_C[own], layout.is_participating_C[own]
         if isinstance(self.source, Examples):  # empty slots as well, which are not used and cost nothing
-            x_CM, y_CM = self.source.take(layout.client_C, self.capacity)
+            x_CM, y_CM = self.source.take(client_C, self.capacity)
         else:
-            participating = np.flatnonzero(layout.is_participating_C)
-            x, y = self.source.take(layout.client_C[participating], self.capacity)
-            x_CM = np.zeros((len(layout.client_C), *x.shape[1:]), x.dtype)
-            y_CM = np.zeros((len(layout.client_C), *y.shape[1:]), y.dtype)
+            participating = np.flatnonzero(is_participating_C)
+            x, y = self.source.take(client_C[participating], self.capacity)
+            x_CM = np.zeros((len(client_C), *x.shape[1:]), x.dtype)
+            y_CM = np.zeros((len(client_C), *y.shape[1:]), y.dtype)
             x_CM[participating], y_CM[participating] = x, y
         flat = (x_CM.reshape(-1, *x_CM.shape[2:]), y_CM.reshape(-1, *y_CM.shape[2:]))
-        return *self.engine.put(flat, self.engine.by_client), layout.place_C * self.capacity
+        return *self.engine.put_local(flat), layout.place_C * self.capacity
 
 
 def example_bytes_limit() -> int:
@@ -89,6 +96,11 @@ def example_bytes_limit() -> int:
 def fits_sharded(source: ExampleSource) -> bool:
     """Whether the examples fit on the devices, each client's on one."""
     return isinstance(source, Examples) and int(source.count_K.sum()) * source.x_N[:1].nbytes <= example_bytes_limit()
+
+
+def train_by_owner(training: LocalTraining) -> bool:
+    """Whether clients train on their own device: where their personal models are, or where a process has their examples."""
+    return training.personalize or jax.process_count() > 1
 
 
 def should_replicate(source: ExampleSource, partition_by_owner: bool) -> bool:
@@ -109,7 +121,7 @@ def engine_config(data: FederatedData, model: Model, training: LocalTraining, ru
     x = input_of_model(data)
     split = Network(model, x, training).split(min(training.batch_size, int(data.train.count_K.max(initial=1))))
     sizes = size_classes(data.train, training.batch_size, several=split.first_layer is not None)
-    replicated = should_replicate(data.train, partition_by_owner=training.personalize)
+    replicated = should_replicate(data.train, train_by_owner(training))
     run_V = tuple(run_of) if training.personalize else ()
     uniform, runs = data.train.uniform_size, len(set(run_of))
     return EngineConfig(x, sizes, uniform, replicated, run_V, runs, data.input_scale)

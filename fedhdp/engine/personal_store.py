@@ -71,12 +71,16 @@ class ShardedPersonalModels:
     def restore(self, arrays: dict[str, Any], clients: np.ndarray) -> None:
         """Restore the models that `state_arrays` returned; each part is removed from the arrays."""
         leaves, tree = jax.tree.flatten(self.engine.like)
-        restored = [np.zeros((self.capacity, len(self.engine.run_V), *leaf.shape), leaf.dtype) for leaf in leaves]
+        local, rows_each = self.engine.local_devices, self.capacity // self.engine.devices
+        shape = len(local) * rows_each, len(self.engine.run_V)
+        restored = [np.zeros((*shape, *leaf.shape), leaf.dtype) for leaf in leaves]
         for i, rows in enumerate(restored):
             for first in range(0, len(clients), PART):
+                index = self._index(clients[first : first + PART]) - local.start * rows_each
+                is_own = (index >= 0) & (index < len(rows))
                 part = arrays.pop(f"personal_{i}_{first}")
-                rows[self._index(clients[first : first + PART])] = part() if callable(part) else part
-        self.models = self.engine.put(jax.tree.unflatten(tree, restored), self.engine.by_client)
+                rows[index[is_own]] = (part() if callable(part) else part)[is_own]
+        self.models = self.engine.put_local(jax.tree.unflatten(tree, restored))
 
     def _index(self, clients: np.ndarray) -> np.ndarray:
         """Where these clients' models are in an array over all devices."""

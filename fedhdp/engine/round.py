@@ -102,6 +102,8 @@ class Engine:
         self.run_V = np.array(config.run_V, int)
         self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
         self.devices = len(self.mesh.devices)
+        local = [d for d, device in enumerate(self.mesh.devices) if device.process_index == jax.process_index()]
+        self.local_devices = range(local[0], local[-1] + 1)  # those of this process, by their number in the mesh
         on_gpu = jax.default_backend() == "gpu"
         self.chunk = self._gpu_chunk() if on_gpu else 8  # a core's cache holds few clients
         self.by_client, self.replicated = NamedSharding(self.mesh, BY_CLIENT), NamedSharding(self.mesh, REPLICATED)
@@ -147,6 +149,12 @@ class Engine:
             return jax.make_array_from_callback(np.shape(leaf), sharding, lambda part: np.asarray(leaf)[part])
 
         return jax.tree.map(put_leaf, value)
+
+    def put_local(self, value: Any) -> Any:
+        """Arrays over all devices, of which each process passes the part of its own devices."""
+        if jax.process_count() == 1:
+            return jax.device_put(value, self.by_client)
+        return jax.tree.map(partial(jax.make_array_from_process_local_data, self.by_client), value)
 
     def fetch(self, value: Array) -> np.ndarray:
         """An array of the devices on the host, of every host."""

@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from fedhdp.basis import cosine_basis, fingerprint, pca_basis, public_moments, random_basis
+from fedhdp.basis import cosine_basis, fingerprint, pca_basis, public_moments, random_basis, with_basis
 from fedhdp.errors import ConfigError, InvalidValueError, require
+from fedhdp.experiments.file_data import opted_out
+from fedhdp.metrics import replace_metrics
 from fedhdp.results.store import BASIS_FILE, atomic_write
 
 if TYPE_CHECKING:
     from fedhdp.data import FederatedData
+    from fedhdp.experiments.config import Experiment
+    from fedhdp.models import Model
 
 
 class _Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
@@ -184,3 +188,27 @@ def describe_basis(config: BasisConfig, basis: np.ndarray) -> str:
 def takes_statistics(config: BasisConfig | None) -> bool:
     """Whether the basis is made from the examples of the clients who opted out, so that nothing protects them."""
     return isinstance(config, PcaBasis)
+
+
+def build_model(experiment: Experiment, data: FederatedData, directory: Path) -> tuple[Model, FederatedData]:
+    """The model of a run, on its public basis if it has one, and the data, which then name the basis.
+
+    Args:
+        experiment: The experiment.
+        data: The clients' data, with levels.
+        directory: The run's directory, which has the basis's matrix, or gets it.
+
+    Raises:
+        FedHDPError: If the basis or the model cannot be made.
+    """
+    basis_config = getattr(experiment.model, "basis", None)
+    if basis_config is None:
+        model = experiment.model.build(int(np.prod(data.input_shape)), data.classes)
+    else:
+        public = opted_out(experiment.mechanism)
+        basis = load_basis(basis_config, directory, data, public)
+        model = with_basis(experiment.model.build(basis.shape[1], data.classes), basis)
+        about = "; ".join(filter(None, [data.preparation, describe_basis(basis_config, basis)]))
+        levels = public if takes_statistics(basis_config) else []
+        data = data._replace(preparation=about, public_levels=tuple(sorted({*data.public_levels, *levels})))
+    return model._replace(metrics=replace_metrics(model.metrics, experiment.metrics)), data

@@ -77,7 +77,9 @@ class VariantBatch:
         self.variants = [experiment.variants[number] for number in numbers]
         self.parts = [parts[number] for number in numbers]
         self.numbers = tuple(number + 1 for number in numbers)
-        self.start_time = self.checkpoint_time = time.monotonic()
+        self.start_time = time.monotonic()
+        alone = simulation.processes == 1  # else the first round leaves a checkpoint: any process may die
+        self.checkpoint_time = self.start_time if alone else -math.inf
         self.checkpoint_pause = experiment.checkpoint_seconds
         self.stopped: str | None = None
         self.start_cost = start_cost

@@ -11,7 +11,6 @@ from typing import IO, Any, Self
 
 import numpy as np
 
-from fedhdp.devices import use_cpu_cores
 from fedhdp.errors import RunError
 from fedhdp.experiments.batch import Watch
 from fedhdp.experiments.config import Experiment
@@ -37,7 +36,7 @@ from fedhdp.results.store import (
 )
 from fedhdp.results.stored import RepeatedRun, RunEntry, RunsInfo, read_runs
 from fedhdp.results.tables import format_markdown
-from fedhdp.rng import os_entropy
+from fedhdp.rng import process_entropy
 
 
 def needs_folder(experiment: Experiment, seeds: Sequence[int] | None) -> bool:
@@ -60,8 +59,7 @@ class RunFolder:
     def __init__(self, path: Path, experiment: Experiment, entries: Sequence[RunEntry]):
         self.path, self.experiment, self.entries = path, experiment, list(entries)
         self._experiments = expand(experiment)
-        use_cpu_cores()  # before the entropy, which processes share by JAX
-        self._entropy = {entry.seed: os_entropy(4) for entry in entries}
+        self._entropy = {entry.seed: process_entropy(4) for entry in entries}
         self._attempted: set[str] = set()
         self._lock: IO[str] = open(path / LOCK_FILE, "w")  # noqa: SIM115 (closing it unlocks the directory)
         try:

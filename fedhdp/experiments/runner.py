@@ -9,20 +9,18 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
-from fedhdp.basis import with_basis
 from fedhdp.data import FederatedData
 from fedhdp.devices import use_cpu_cores
 from fedhdp.engine.personal_store import personal_bytes, personal_bytes_limit
 from fedhdp.errors import ConfigError, RunError
-from fedhdp.experiments.bases import describe_basis, load_basis, takes_statistics
+from fedhdp.experiments.bases import build_model
 from fedhdp.experiments.batch import Interrupted, Progress, VariantBatch, Watch
 from fedhdp.experiments.config import Experiment
-from fedhdp.experiments.file_data import opted_out
+from fedhdp.experiments.distributed import make_simulation
 from fedhdp.experiments.start import copy_start, read_start
 from fedhdp.experiments.sweep import expand
 from fedhdp.experiments.toml import from_toml, to_toml
 from fedhdp.mechanism import Mechanism, ScheduledMechanism, mechanism_at
-from fedhdp.metrics import replace_metrics
 from fedhdp.models import Model, parameter_sizes, unname_parameters
 from fedhdp.privacy.costs import privacy_costs
 from fedhdp.privacy.ledger import Ledger
@@ -30,9 +28,8 @@ from fedhdp.results.loggers import check_installed
 from fedhdp.results.provenance import provenance
 from fedhdp.results.schema import Summary
 from fedhdp.results.store import EXPERIMENT_FILE, SUMMARY_FILE, DamagedRunError, RunDirectory, read_value, write_value
-from fedhdp.rng import os_entropy
+from fedhdp.rng import process_entropy
 from fedhdp.server import make_layers
-from fedhdp.simulation import Simulation
 
 
 def run(experiment: Experiment, out: Path, watch: Watch, cohort_entropy: np.ndarray | None = None) -> Summary:
@@ -156,15 +153,14 @@ def run_variants(
         if not private or experiment.ledger is not None:
             cohort_entropy = None
         elif cohort_entropy is None:  # all variants are paired
-            cohort_entropy = os_entropy(4)
+            cohort_entropy = process_entropy(4)
         with _open_ledger(experiment, mechanism, mechanisms, data.public_levels) as ledger:
             for numbers in _batches(experiment, mechanisms, model):
                 if all(results[number] is not None for number in numbers):
                     continue
                 batch_mechanisms = [mechanisms[number] for number in numbers]
-                settings = (*experiment.overrides(numbers[0]), experiment.seed, experiment.noise_seed)
-                path = parts[numbers[0]].path
-                simulation = Simulation(data, model, batch_mechanisms, *settings, path, cohort_entropy, initial_model)
+                start = (batch_mechanisms, parts[numbers[0]].path, cohort_entropy, initial_model)
+                simulation = make_simulation(experiment, numbers, data, model, *start)
                 directory.record_clients(simulation.group_of_client())
                 batch = VariantBatch(experiment, numbers, simulation, parts, watch, directory.extensions, start_cost)
                 for number, result in zip(numbers, batch.run(directory.id, ledger), strict=True):
@@ -173,30 +169,6 @@ def run_variants(
     summary = Summary(experiment.name, sum(result.seconds for result in variants), variants, *provenance())
     write_value(directory.path / SUMMARY_FILE, summary)
     return summary
-
-
-def build_model(experiment: Experiment, data: FederatedData, directory: Path) -> tuple[Model, FederatedData]:
-    """The model of a run, on its public basis if it has one, and the data, which then name the basis.
-
-    Args:
-        experiment: The experiment.
-        data: The clients' data, with levels.
-        directory: The run's directory, which has the basis's matrix, or gets it.
-
-    Raises:
-        FedHDPError: If the basis or the model cannot be made.
-    """
-    basis_config = getattr(experiment.model, "basis", None)
-    if basis_config is None:
-        model = experiment.model.build(int(np.prod(data.input_shape)), data.classes)
-    else:
-        public = opted_out(experiment.mechanism)
-        basis = load_basis(basis_config, directory, data, public)
-        model = with_basis(experiment.model.build(basis.shape[1], data.classes), basis)
-        about = "; ".join(filter(None, [data.preparation, describe_basis(basis_config, basis)]))
-        levels = public if takes_statistics(basis_config) else []
-        data = data._replace(preparation=about, public_levels=tuple(sorted({*data.public_levels, *levels})))
-    return model._replace(metrics=replace_metrics(model.metrics, experiment.metrics)), data
 
 
 def _check_layers(mechanisms: Sequence[ScheduledMechanism], model: Model) -> None:

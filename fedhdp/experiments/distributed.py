@@ -1,0 +1,311 @@
+"""A run in several processes, on one machine or many, by ``jax.distributed``.
+
+Process 0 leads: it alone has the run's directory, the ledger, loggers and progress, and it alone decides. Before a call of
+its simulation that computes on all devices it sends the call to the other processes, which make it with their own
+simulation of the same experiment. A process reads the examples, and holds the personal models, of its own clients alone;
+only sums, metrics and rows that are asked for cross processes. Cohorts and noise keys are drawn by one process and sent to
+the others (``rng.os_entropy``).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from fedhdp.data import FederatedData
+from fedhdp.devices import use_cpu_cores
+from fedhdp.engine.personal_store import MemoryMappedPersonalModels, StateArrays
+from fedhdp.errors import RunError
+from fedhdp.experiments.bases import build_model
+from fedhdp.experiments.config import Experiment
+from fedhdp.experiments.toml import from_toml, to_toml
+from fedhdp.mechanism import Mechanism, ScheduledMechanism
+from fedhdp.models import Model, Parameters, name_parameters, unname_parameters
+from fedhdp.results.store import BASIS_FILE
+from fedhdp.simulation import Simulation
+
+HEARTBEAT_SECONDS = 60  # after which a process that does not answer counts as dead
+START_SECONDS = 300  # for all processes to connect
+PIECE_BYTES = 2**26  # of an array that is sent at a time
+KEPT_MESSAGES = 100  # far more than process 0 is ahead: it waits for the last round before it starts another
+END, INITIAL = "end", "initial/"
+
+
+def join(processes: int, number: int, coordinator: str | None = None) -> None:
+    """Connect this process with the others, before JAX uses a device.
+
+    Args:
+        processes: How many there are.
+        number: This one's, from 0.
+        coordinator: The address of process 0, as ``host:port``. None: all three as JAX finds them, under Slurm.
+    """
+    import jax
+    from jax.experimental import multihost_utils
+
+    named = coordinator is not None
+    jax.distributed.initialize(
+        coordinator,
+        processes if named else None,
+        number if named else None,
+        initialization_timeout=START_SECONDS,
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+    )
+    use_cpu_cores()  # all exchange what devices they have
+    multihost_utils.sync_global_devices("fedhdp")  # connects them: later, one that compiles for long would be given up
+
+
+@contextmanager
+def leading() -> Iterator[None]:
+    """Lead the other processes, which end with this block, or with its error."""
+    _CHANNEL.is_open = True
+    try:
+        yield
+    finally:
+        _CHANNEL.send(END)
+        _CHANNEL.is_open = False
+
+
+class Message(NamedTuple):
+    """A call, its arguments, and arrays by name."""
+
+    call: str
+    arguments: Any
+    arrays: dict[str, np.ndarray]
+
+
+class Channel:
+    """Messages of process 0 to all others, in order: small parts by JAX's coordination service, arrays by a broadcast.
+
+    A message may be long in coming, for which a collective operation would not wait.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.is_open = 0, False  # open: this process leads
+
+    def send(self, call: str, arguments: Any = (), arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        """Send a message to the other processes."""
+        arrays = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
+        shapes = [(name, array.dtype.str, array.shape) for name, array in arrays.items()]
+        _client().key_value_set_bytes(self._key(), msgspec.msgpack.encode((call, arguments, shapes)))
+        if self.count > KEPT_MESSAGES:
+            _client().key_value_delete(f"fedhdp/{self.count - KEPT_MESSAGES}")
+        for array in arrays.values():
+            _broadcast(array)
+
+    def receive(self) -> Message:
+        """The next message, however long it takes."""
+        key = self._key()
+        while True:
+            try:
+                content = _client().blocking_key_value_get_bytes(key, 10_000)
+                break
+            except Exception as error:  # JAX has no class for it
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+        call, arguments, shapes = msgspec.msgpack.decode(content)
+        arrays = {name: _broadcast(np.zeros(shape, dtype)) for name, dtype, shape in shapes}
+        return Message(call, arguments, arrays)
+
+    def _key(self) -> str:
+        self.count += 1
+        return f"fedhdp/{self.count}"
+
+
+_CHANNEL = Channel()
+
+
+def _client() -> Any:
+    from jax._src import distributed  # not public, but the only one that waits as long as it takes
+
+    return distributed.global_state.client
+
+
+def _broadcast(array: np.ndarray) -> np.ndarray:
+    """Process 0's array, in all processes."""
+    from jax.experimental import multihost_utils
+
+    flat = array.reshape(-1).view(np.uint8) if array.size else np.zeros(0, np.uint8)
+    parts = [flat[first : first + PIECE_BYTES] for first in range(0, len(flat), PIECE_BYTES)]
+    received = [np.asarray(multihost_utils.broadcast_one_to_all(part)) for part in parts]
+    return np.concatenate(received).view(array.dtype).reshape(array.shape) if received else array
+
+
+class LeadingSimulation(Simulation):
+    """The simulation of process 0: the others make its calls too."""
+
+    _depth = 1  # of calls that have been sent; those within them are not
+
+    def run_round(self) -> None:
+        with self._sent("run_round"):
+            super().run_round()
+
+    def set_mechanisms(self, mechanisms: Sequence[Mechanism]) -> None:
+        with self._sent("set_mechanisms", [msgspec.msgpack.encode(mechanism) for mechanism in mechanisms]):
+            super().set_mechanisms(mechanisms)
+
+    def client_scores(self) -> dict[str, np.ndarray]:
+        with self._sent("client_scores"):
+            return super().client_scores()
+
+    def evaluate(self) -> Any:
+        with self._sent("evaluate"):
+            return super().evaluate()
+
+    def named_parameters(self, number: int = 0) -> dict[str, np.ndarray]:
+        with self._sent("named_parameters", number):
+            return super().named_parameters(number)
+
+    def personal_models(self, clients: np.ndarray | int, number: int = 0) -> np.ndarray:
+        with self._sent("personal_models", (np.atleast_1d(clients).tolist(), number)):
+            return super().personal_models(clients, number)
+
+    def state_arrays(self) -> StateArrays:
+        with self._sent("state_arrays"):
+            arrays = super().state_arrays()
+        return {
+            name: self._sent_part(name, value) if callable(value) else value for name, value in arrays.items()
+        }  # fmt: skip
+
+    def _sent_part(self, name: str, compute: Callable[[], np.ndarray]) -> Callable[[], np.ndarray]:
+        def part() -> np.ndarray:
+            with self._sent("state_part", name):
+                return compute()
+
+        return part
+
+    def restore(self, arrays: dict[str, Any]) -> None:
+        arrays = {name: array() if callable(array) else array for name, array in arrays.items()}
+        numbers = {name: array for name, array in arrays.items() if np.asarray(array).dtype.kind in "biuf"}
+        with self._sent("restore", (), numbers):
+            super().restore(arrays)
+
+    @contextmanager
+    def _sent(self, call: str, arguments: Any = (), arrays: Mapping[str, np.ndarray] | None = None) -> Iterator[None]:
+        if self._depth == 0:
+            _CHANNEL.send(call, arguments, arrays)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+
+def make_simulation(
+    experiment: Experiment,
+    numbers: Sequence[int],
+    data: FederatedData,
+    model: Model,
+    mechanisms: Sequence[ScheduledMechanism],
+    directory: Path,
+    cohort_entropy: np.ndarray | None,
+    initial_model: Parameters | None,
+) -> Simulation:
+    """The simulation of some variants of an experiment: this process's, or one that leads the others."""
+    settings = (*experiment.overrides(numbers[0]), experiment.seed, experiment.noise_seed)
+    arguments = (data, model, mechanisms, *settings, directory, cohort_entropy, initial_model)
+    if not _CHANNEL.is_open:
+        return Simulation(*arguments)
+    named = {} if initial_model is None else name_parameters(initial_model)
+    arrays = {f"{INITIAL}{name}": np.asarray(leaf) for name, leaf in named.items()}
+    basis = directory.parent / BASIS_FILE
+    if basis.exists():
+        arrays[BASIS_FILE] = np.load(basis, allow_pickle=False)
+    if cohort_entropy is not None:
+        arrays["cohort_entropy"] = np.asarray(cohort_entropy)
+    _CHANNEL.send("simulate", (to_toml(experiment), list(numbers)), arrays)
+    simulation = LeadingSimulation(*arguments)
+    simulation._depth = 0
+    _check_personal(simulation)
+    return simulation
+
+
+def _check_personal(simulation: Simulation) -> None:
+    """Refuse personal models that fit on no device: a file of them belongs to one process."""
+    if isinstance(simulation.store, MemoryMappedPersonalModels):
+        raise RunError("processes: personal models do not fit on the devices, and several processes share no file")
+
+
+def follow() -> None:
+    """Make the calls of process 0, until it ends.
+
+    An error that process 0 has too is its to report; one of this process alone is raised.
+    """
+    follower, failure = Follower(), None
+    while True:
+        message = _CHANNEL.receive()
+        if message.call == END:
+            return
+        if failure is not None:
+            raise failure
+        try:
+            follower.make(message)
+        except Exception as error:  # raised unless process 0 ends, by the same error
+            failure = error
+
+
+class Follower:
+    """The simulation of a process that is not the first."""
+
+    def __init__(self) -> None:
+        self.simulation: Simulation | None = None
+        self.parts: StateArrays = {}
+        self.loaded: tuple[str, FederatedData] | None = None
+
+    def make(self, message: Message) -> None:
+        """Make one call."""
+        call, arguments, arrays = message
+        if call == "simulate":
+            toml, numbers = arguments
+            self._simulate(toml, numbers, arrays)
+            return
+        assert self.simulation is not None
+        if call == "set_mechanisms":
+            self.simulation.set_mechanisms([msgspec.msgpack.decode(one, type=Mechanism) for one in arguments])
+        elif call == "state_arrays":
+            self.parts = self.simulation.state_arrays()
+        elif call == "state_part":
+            part = self.parts[arguments]
+            assert callable(part)
+            part()
+        elif call == "restore":
+            self.simulation.restore(arrays)
+        elif call == "named_parameters":
+            self.simulation.named_parameters(arguments)
+        elif call == "personal_models":
+            self.simulation.personal_models(np.array(arguments[0], int), arguments[1])
+        else:
+            assert call in ("run_round", "client_scores", "evaluate")
+            getattr(self.simulation, call)()
+
+    def _simulate(self, toml: str, numbers: list[int], arrays: Mapping[str, np.ndarray]) -> None:
+        """The simulation that process 0 makes, of the same experiment; loaded data serves the next one too."""
+        experiment = from_toml(toml, "the experiment of process 0")
+        key = json.dumps([repr(experiment.data), experiment.seed])
+        if self.loaded is None or self.loaded[0] != key:
+            self.loaded = key, experiment.load_data()
+        data = self.loaded[1]
+        mechanisms = experiment.variant_mechanisms(experiment.build_mechanism(data), data)
+        with tempfile.TemporaryDirectory() as folder:
+            if BASIS_FILE in arrays:
+                np.save(Path(folder) / BASIS_FILE, arrays[BASIS_FILE])
+            model, data = build_model(experiment, data, Path(folder))
+        initial = {name.removeprefix(INITIAL): array for name, array in arrays.items() if name.startswith(INITIAL)}
+        self.simulation = Simulation(
+            data,
+            model,
+            [mechanisms[number] for number in numbers],
+            *experiment.overrides(numbers[0]),
+            experiment.seed,
+            experiment.noise_seed,
+            None,
+            arrays.get("cohort_entropy"),
+            unname_parameters(model, initial, "start_from") if initial else None,
+        )
+        _check_personal(self.simulation)

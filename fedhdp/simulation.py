@@ -266,6 +266,8 @@ class Simulation:
     def run_round(self) -> None:
         """Run one round. It returns when the round is dispatched; at most one round is being computed before it."""
         self._set_round(self.round)
+        if self.processes > 1:  # before they share what they draw
+            self.wait()
         clients, engine = self.draw_cohort(self.round), self.engine
         layout = self.placement.layout(clients)
         x_N, y_N, start_C = self.examples.fetch(layout)

@@ -158,7 +158,10 @@ class Engine:
 
     def fetch(self, value: Array) -> np.ndarray:
         """An array of the devices on the host, of every host."""
-        return np.asarray(value if value.is_fully_addressable else multihost_utils.process_allgather(value, tiled=True))
+        if not value.is_fully_addressable:
+            value.block_until_ready()  # two programs at once could wait for each other's threads
+            value = multihost_utils.process_allgather(value, tiled=True)
+        return np.asarray(value)
 
     def _round(
         self,

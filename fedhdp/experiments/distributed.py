@@ -47,7 +47,6 @@ def join(processes: int, number: int, coordinator: str | None = None) -> None:
         coordinator: The address of process 0, as ``host:port``. None: all three as JAX finds them, under Slurm.
     """
     import jax
-    from jax.experimental import multihost_utils
 
     named = coordinator is not None
     jax.distributed.initialize(
@@ -58,7 +57,19 @@ def join(processes: int, number: int, coordinator: str | None = None) -> None:
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
     )
     use_cpu_cores()  # all exchange what devices they have
-    multihost_utils.sync_global_devices("fedhdp")  # connects them: later, one that compiles for long would be given up
+    _connect_devices()
+
+
+def _connect_devices() -> None:
+    """Connect all devices now: at the first round, processes that compile for longer than others would be given up."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(jax.devices()), ("clients",))
+    by_client, replicated = NamedSharding(mesh, PartitionSpec("clients")), NamedSharding(mesh, PartitionSpec())
+    ones = jax.make_array_from_callback((jax.device_count(),), by_client, lambda part: np.ones(1, np.float32))
+    jax.jit(jnp.sum, out_shardings=replicated)(ones).block_until_ready()
 
 
 @contextmanager

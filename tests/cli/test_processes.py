@@ -23,6 +23,7 @@ from fedhdp.results import Summary, read_arrays, read_value
 from fedhdp.results.store import VariantDirectory
 
 LIMIT = 240  # seconds; on a quiet machine a few
+ONE_DEVICE = {"JAX_NUM_CPU_DEVICES": "1"}  # of each process
 
 
 def short(**changes: object) -> Experiment:
@@ -39,7 +40,7 @@ def finish(*commands: tuple[list[object], dict[str, str]]) -> list[str]:
     """Run these command lines at the same time: what each writes to standard error."""
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     started = [
-        subprocess.Popen([*FEDHDP, *map(str, arguments)], env=os.environ | env, **streams)
+        subprocess.Popen([*FEDHDP, *map(str, arguments)], env=os.environ | ONE_DEVICE | env, **streams)
         for arguments, env in commands
     ]
     try:
@@ -122,7 +123,8 @@ def test_ledger_is_charged_once_and_drops_a_group_in_all_processes(tmp_path):
 
 
 @pytest.mark.process
-def test_process_that_dies_ends_the_run_which_resumes_with_others(tmp_path):
+def test_process_that_dies_ends_the_run_which_resumes_with_others(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     endless = written(tiny(rounds=5000, evaluate_every=5000, checkpoint_seconds=0.2), tmp_path / "tiny.toml")
     directory = tmp_path / "run"
     with process("run", endless, "--out", directory, "--processes", 2) as started:

@@ -106,8 +106,6 @@ def run(
     """
     options = {"seed": seed, "noise_seed": noise_seed, "rounds": rounds, "ledger": ledger and str(ledger)}
     options["keep_checkpoint"] = keep_checkpoint or None
-    if explain:
-        _print_network()
     changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if seeds is not None and (resume is not None or seed is not None):
         raise ConfigError("--seeds takes neither --seed nor --resume; to resume, name --out again", "seeds", seeds)
@@ -119,6 +117,8 @@ def run(
         raise ConfigError("--allow-more-epsilon needs --resume and --rounds", "--allow-more-epsilon", True)
 
     def start() -> None:
+        if explain:
+            _print_network()
         if resume is not None:
             _resume(resume, rounds, allow_more_epsilon, json)
             return

@@ -145,9 +145,13 @@ def make_example_store(
 
 
 def make_gram_matrices(engine: Engine, store: ShardedExamples | ReplicatedExamples | StreamedExamples) -> Array | None:
-    """Each client's Gram matrix, for low-rank training of clients of one size, if these are no larger than the examples."""
+    """Each client's Gram matrix, for low-rank training of clients of one size, if these are no larger than the examples.
+
+    Norms follow from it. Where a network computes its rows from the inputs, another program may round them otherwise, so
+    there each round makes the matrix from the rows that it sums.
+    """
     size, config = engine.config.sizes[-1], engine.config
-    low_rank = uses_low_rank(engine.network, size, config.layers)
+    low_rank = uses_low_rank(engine.network, size, config.layers) and engine.network.split(size).keeps_finite
     if isinstance(store, StreamedExamples) or not config.uniform_size or not low_rank:
         return None
     x_N, _ = store.arrays

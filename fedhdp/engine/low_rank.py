@@ -37,6 +37,9 @@ from fedhdp.models import Array, Parameters, take
 from fedhdp.server import Layers, round_up_norm, sum_roundings
 
 EXACT = jax.lax.Precision.HIGHEST  # norms decide on clipping, so neither they nor the clipped sums are rounded further
+UNDERFLOW = (
+    2.0**-100
+)  # more than underflow in a Gram matrix moves a square by, over n·u: (2F + 2)·2**-126 / (n·u) for n > F
 MAX_INPUTS = 2**20  # of low-rank training: beyond, the bound on the rounding of norms would be of the size of the norms
 
 
@@ -165,7 +168,8 @@ class LowRank:
         assert self.split.first_layer is not None, "a network without a first layer has no low-rank updates"
         self.first, self.finite = self.split.first_layer, finite and self.split.keeps_finite
         self.leaf_R, self.tree = jax.tree.flatten(theta_R)
-        self.x_CMF, self.others_CM = jax.vmap(self.split.first_rows)(x_CM)
+        rows_CMF, self.others_CM = jax.vmap(self.split.first_rows)(x_CM)
+        self.x_CMF = jax.lax.optimization_barrier(rows_CMF)  # computed once: norms and sums are of the same numbers
         self.gram_CMM = jax.vmap(partial(gram, bias=self.split.has_bias))(self.x_CMF) if gram_CMM is None else gram_CMM
         run_T = _run_T(theta_R, run_V)
         w_RFH, b_RH = self._first_layer(self.leaf_R, vmaps=1)
@@ -258,7 +262,8 @@ class LowRank:
         roundings = inputs + examples + sum_roundings(A_MH.size) + 16
         factor = FLOAT32_UNIT_ROUNDOFF / (1 - 2 * roundings * FLOAT32_UNIT_ROUNDOFF)
         squares = jnp.sum(A_MH * jnp.matmul(gram_MM, A_MH, precision=EXACT))
-        absolute = jnp.sum((jnp.sqrt(jnp.trace(gram_MM)) * A_MH) ** 2)  # without cancellation; A alone might underflow
+        trace = jnp.trace(gram_MM) + examples * UNDERFLOW  # the products of small inputs may be lost altogether
+        absolute = jnp.sum((jnp.sqrt(trace) * A_MH) ** 2)  # without cancellation; A alone might underflow
         bound = jnp.maximum(squares, 0.0) + roundings * factor * absolute
         return bound, (examples + 2) * factor * jnp.sqrt(absolute)
 

@@ -8,10 +8,12 @@ from helpers import mechanism_of, raises_field, tiny_data
 from msgspec.structs import replace
 from simulations import CHOSEN, MODEL, TRAINING, assert_close, trained
 
+from fedhdp.basis import cosine_basis, with_basis
 from fedhdp.client import LocalTraining
 from fedhdp.data import Examples, hold_out
 from fedhdp.datasets.handwriting import StreamedHandwriting, make_handwriting
 from fedhdp.engine import examples as example_stores
+from fedhdp.engine.low_rank import uses_low_rank
 from fedhdp.engine.placement import assign_slots, partition_by_owner
 from fedhdp.errors import DataError
 from fedhdp.models import mlp
@@ -70,6 +72,15 @@ def test_no_gram_matrices_where_clients_overlap_or_differ(data):
     plain = replace(TRAINING, personalize=False)
     assert Simulation(overlapping, MODEL, CHOSEN, plain).gram_K is None
     assert Simulation(alike, MODEL, CHOSEN, plain).gram_K is not None
+
+
+def test_no_gram_matrices_of_rows_that_a_network_computes():
+    """They would be rounded by another program than the rows of the round, and norms must be of the same numbers."""
+    data, plain = tiny_data([3] * 19), replace(TRAINING, personalize=False)
+    model = with_basis(mlp(8, 4), cosine_basis(data.input_shape, 8))
+    simulation = Simulation(data, model, CHOSEN, plain)
+    assert uses_low_rank(simulation.engine.network, simulation.engine.config.sizes[-1])
+    assert simulation.gram_K is None
 
 
 def examples_twice(examples: Examples) -> Examples:

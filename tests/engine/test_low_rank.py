@@ -13,6 +13,7 @@ from jax.flatten_util import ravel_pytree
 from norm_search import worst_client
 
 from fedhdp.client import LocalTraining
+from fedhdp.clips import MIN_CLIP
 from fedhdp.engine.low_rank import FullRank, LowRank, gram_matmul, uses_low_rank
 from fedhdp.engine.network import Network
 from fedhdp.models import Model, cnn, linear, mlp, take
@@ -105,6 +106,22 @@ def test_norm_covers_rounding_of_nearly_constant_inputs():
     norm_C = low_rank.delta({"A": A_CRMH, "rest": []}).norm_CR[:, 0]
     expected_C = np.sqrt(inputs) * np.abs(np.diff(np.float64(example_CM), axis=1)[:, 0])
     assert (np.asarray(norm_C) >= expected_C).all()
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-18, 3e-20, 1e-30])
+@pytest.mark.parametrize("bias", [True, False])
+def test_norm_covers_inputs_whose_squares_underflow(size, bias):
+    """Without a bias their Gram matrix is 0, while large gradients make the update as large as any."""
+    inputs, examples = 100, 40
+    model = linear(inputs, 1, bias=bias)
+    theta_R = take(model.init(jax.random.key(0)), None)
+    x_CM = jnp.full((1, examples, inputs), size, jnp.float32)
+    low_rank = LowRank(network_of(model, inputs), theta_R, np.zeros(0, int), x_CM)
+    for power in (-10, 0, 8, 15, 17):
+        updates = low_rank.delta({"A": jnp.full((1, 1, examples, 1), 10.0**power), "rest": []})
+        written_out = low_rank.weighted_sum(jnp.ones(1), take(updates.update_CR, (slice(None), 0)))
+        flat_P = np.asarray(ravel_pytree(written_out)[0], np.float64)
+        assert max(float(updates.norm_CR[0, 0]), MIN_CLIP / 1000) >= np.linalg.norm(flat_P)
 
 
 @pytest.mark.slow

@@ -235,7 +235,7 @@ def _is_named_alike(first: Program, second: Program) -> Callable[[Any, Any], boo
 
     def alike(a: Any, b: Any) -> bool:
         if isinstance(a, Literal) or isinstance(b, Literal):
-            return isinstance(a, Literal) and isinstance(b, Literal) and np.array_equal(a.val, b.val)
+            return isinstance(a, Literal) and isinstance(b, Literal) and _same_value(a.val, b.val)
         if a in given:
             return given[a] is b
         if a in first.constants:
@@ -246,7 +246,10 @@ def _is_named_alike(first: Program, second: Program) -> Callable[[Any, Any], boo
 
 
 def _same_value(a: Any, b: Any) -> bool:
-    return a is b or (np.shape(a) == np.shape(b) and bool(np.array_equal(np.asarray(a), np.asarray(b))))
+    if a is b or np.shape(a) != np.shape(b):
+        return a is b
+    a_N, b_N = np.asarray(a), np.asarray(b)
+    return np.array_equal(a_N, b_N, equal_nan=np.issubdtype(a_N.dtype, np.inexact))  # a deviation has NaN in it
 
 
 def _same_shape(a: Sequence[int], b: Sequence[int], kind: Kind, size: dict[int, int]) -> bool:

@@ -13,13 +13,14 @@ import numpy as np
 
 from fedhdp.engine import personal_store
 from fedhdp.experiments.config import Experiment
+from fedhdp.experiments.file_data import opted_out
 from fedhdp.experiments.start import StartCost
 from fedhdp.experiments.toml import without_none
 from fedhdp.experiments.variant import Variant
-from fedhdp.mechanism import SERVER, Mechanism, mechanism_at
+from fedhdp.mechanism import SERVER, Mechanism, ScheduledMechanism, mechanism_at
 from fedhdp.privacy.accounting import pluralize
 from fedhdp.privacy.budget import BudgetExhausted, RunBilling
-from fedhdp.privacy.costs import PrivacyCost
+from fedhdp.privacy.costs import PrivacyCost, scheduled_costs
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results.loggers import LoggedVariant, VariantLog
 from fedhdp.results.schema import ACCURACY, MetricInfo, MetricRow, VariantResult, account_groups, attach_metrics
@@ -116,8 +117,8 @@ class VariantBatch:
         self.logs: list[VariantLog] = []
         completed = False
         try:
-            for variant, part, mechanism in zip(self.variants, self.parts, self.simulation.mechanisms, strict=True):
-                self.logs.append(self._start_log(run_id, variant, part, mechanism))
+            for variant, part, schedule in zip(self.variants, self.parts, self.simulation.schedules, strict=True):
+                self.logs.append(self._start_log(run_id, variant, part, schedule))
             self._run_rounds()
             results, completed = self._finish(), True
         finally:
@@ -125,14 +126,27 @@ class VariantBatch:
                 variant_log.finish(completed)
         return results
 
-    def _start_log(self, run_id: str, variant: Variant, part: VariantDirectory, mechanism: Mechanism) -> VariantLog:
+    def _start_log(
+        self, run_id: str, variant: Variant, part: VariantDirectory, schedule: ScheduledMechanism
+    ) -> VariantLog:
         """Start the experiment's loggers for a variant; an address in a logger's arguments is no setting to show."""
         values = msgspec.structs.asdict(self.experiment) | {"variants": None, "loggers": None, "variant": variant}
         config = msgspec.json.decode(encode_json(without_none(msgspec.to_builtins(values))))
         run = (self.experiment.name, run_id, variant.name, part.path, self.simulation.round, config)
-        clip_has_client_data = mechanism.is_adaptive and mechanism.bit_noise_stddev == 0
-        logged = LoggedVariant(*run, self.simulation.data.server_has_client_data, clip_has_client_data)
+        mechanism, is_exposed = mechanism_at(schedule, 0), self._is_exposed(schedule)
+        server_has_client_data = self.simulation.data.server_has_client_data or is_exposed
+        clip_has_client_data = mechanism.is_adaptive and (mechanism.bit_noise_stddev == 0 or is_exposed)
+        logged = LoggedVariant(*run, server_has_client_data, clip_has_client_data)
         return VariantLog(self.experiment.loggers, logged)
+
+    def _is_exposed(self, schedule: ScheduledMechanism) -> bool:
+        """Whether the models follow the data of clients who chose noise, and have none here or in the run before."""
+        start, chosen = self.start_cost, self.experiment.mechanism
+        if start is not None and not start.covers(self.experiment, self.parts[0].path.parent):
+            return True
+        costs = scheduled_costs(schedule, self.experiment.rounds)
+        with_noise = costs.keys() - {*opted_out(chosen)}
+        return any(not cost.free and cost.noise_multiplier == 0 for name in with_noise for cost in costs[name])
 
     def _run_rounds(self) -> None:
         """Run the remaining rounds and record what they measure."""

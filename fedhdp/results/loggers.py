@@ -5,7 +5,8 @@ is a run of its own; a run that resumes continues it.
 
 What is measured on clients' data has no noise. A remote logger gets it, and the ids of clients, only if ``client_metrics``
 asks for it. It always gets epsilons, the clip, unless that moves without noise, and what is measured on the server's test
-set, unless that set consists of clients' examples. Remote is what may be on another machine: W&B, also offline, since its
+set, unless that set consists of clients' examples. Of a variant that gives no noise to clients who chose some, models and
+clips follow their data, so that it gets neither. Remote is what may be on another machine: W&B, also offline, since its
 files are made to be uploaded, and every address of MLflow that is neither a path nor a database file.
 """
 
@@ -52,7 +53,8 @@ class LoggedVariant(NamedTuple):
         path: The variant's directory.
         round: The rounds completed, more than 0 where the run resumes.
         config: The experiment and the variant.
-        server_has_client_data: Whether the server's test set consists of clients' examples.
+        server_has_client_data: Whether the server's test set consists of clients' examples, or the model follows the data
+            of clients who chose noise without it.
         clip_has_client_data: Whether the clip follows clients' updates without noise.
     """
 

@@ -126,6 +126,15 @@ def test_what_follows_clients_data_without_noise_is_clients_data(monkeypatch, tm
     assert run.metrics == [(5, {key: value for key, value in PUBLIC.items() if not key.endswith(name)})]
 
 
+def test_models_of_a_variant_without_noise_stay_on_the_machine(monkeypatch, tmp_path):
+    server = FakeMlflow("https://tracking.example").install(monkeypatch)
+    variants = (Variant("Non-Private", "non_private"), Variant("FedHDP"))
+    run(tiny(rounds=1, variants=variants, loggers=("mlflow",)), tmp_path / "run", keep_going)
+    without, private = ({metric.key for metric in logged.metrics} for logged in server.runs.values())
+    assert without == set()
+    assert private == set(PUBLIC)
+
+
 def test_data_is_clients_unless_it_says_otherwise():
     data = tiny_data([3, 4])
     assert not data.server_has_client_data

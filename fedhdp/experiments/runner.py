@@ -242,10 +242,9 @@ def _open_ledger(
                     f"{variant.name} gives {group.name!r} no noise, which {experiment.ledger} would charge for good"
                 )
                 raise ConfigError(f"{message}: remove the variant, or the ledger", "variants", variant.name)
-            if group.name in public_levels and cost.noise_multiplier > 0:
-                message = (
-                    f"{variant.name} gives {group.name!r} noise, though statistics of its clients prepare the inputs"
-                )
+            if group.name in public_levels and (cost.noise_multiplier > 0 or cost.free):
+                what = f"gives {group.name!r} noise" if cost.sampling_rate > 0 else f"never samples {group.name!r}"
+                message = f"{variant.name} {what}, though statistics of its clients prepare the inputs"
                 rule = f"{experiment.ledger} would state an epsilon that they do not have"
                 raise ConfigError(
                     f"{message}, so that {rule}: remove the variant, or the ledger", "variants", variant.name

@@ -81,6 +81,10 @@ def test_a_ledger_does_not_charge_less_than_the_basis_released(tmp_path):
         run(experiment, tmp_path / "run", keep_going)
     assert not (tmp_path / "run").exists()
     run(replace(experiment, variants=experiment.variants[1:]), tmp_path / "run", keep_going)
+    opted_out, private = experiment.mechanism.groups  # clients who are in the basis alone would be charged nothing
+    absent = replace(experiment.mechanism, groups=(replace(opted_out, sampling_rate=0.0), private))
+    with raises_field("variants", ConfigError):
+        run(replace(experiment, mechanism=absent, variants=experiment.variants[1:]), tmp_path / "absent", keep_going)
 
 
 def test_where_nobody_opted_out_pca_is_refused_and_nothing_is_left(tmp_path):

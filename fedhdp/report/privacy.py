@@ -249,9 +249,14 @@ def privacy_notes(study: Study) -> Html:
     """What a reader must know of several variants shown together."""
     private = [row for row in study.rows if any(not g.unprotected and g.rounds for g in row.result.groups)]
     has_ledger = any(run.settings.get("ledger") for run in study.runs)
-    if len(private) < 2 or has_ledger:
-        return Html("")
-    words = (
-        "The variants used the same cohorts. Each ε is for its variant shown alone; several shown together cost more."
-    )
-    return element("p", words, class_="caption")
+    words = []
+    if len(private) >= 2 and not has_ledger:
+        words.append(
+            "The variants used the same cohorts. Each ε is for its variant shown alone; several shown together cost more."
+        )
+    if private and study.seeds > 1:
+        words.append(
+            "Each ε is for the run of one seed. Of the same clients the runs of several seeds cost as much as one run of "
+            "all their rounds."
+        )
+    return element("p", " ".join(words), class_="caption") if words else Html("")

@@ -68,6 +68,12 @@ def test_server_is_left_out_where_nothing_covers_it(tmp_path, change):
     assert 'class="mark clients"' in run_page([run]).partition("Server&#x27;s test set: ")[2][:400]
 
 
+def test_several_seeds_cost_more_than_one(tmp_path):
+    runs = [write_page_run(tmp_path / str(seed), seed=seed, variants=VARIANTS[2:]) for seed in (0, 1)]
+    assert "runs of several seeds cost as much as" in run_page(runs, public=True)
+    assert "several seeds cost" not in run_page(runs[:1], public=True)
+
+
 def test_weight_that_falls_to_zero_covers_nothing(tmp_path):
     """The last round's weight says nothing of the rounds before, in which clients had weight and no noise."""
     run = write_page_run(tmp_path / "run")

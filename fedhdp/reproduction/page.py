@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -107,10 +108,11 @@ def _commands(comparison: Comparison) -> str:
     """The commands of the table; where rows, seeds and pulls were run one by one, the command that runs all."""
     words = [shlex.split(command) for command in render.commands(comparison)]
     if len(words) > 2:
-        head, options = words[0][:3], words[0][3:]
-        pairs = zip(options[::2], options[1::2], strict=True)
-        common = [word for pair in pairs if pair[0] not in ("--rows", "--seeds", "--pulls") for word in pair]
-        words = [[*head, "--seeds", str(len(comparison.seeds)), *common]]
+        runs = [dict(zip(command[3::2], command[4::2], strict=True)) for command in words]
+        common = {name: value for name, value in runs[0].items() if name not in ("--rows", "--seeds", "--pulls")}
+        if all("--rows" in run and {**run, **common} == run for run in runs):  # in the order in which they were run
+            common["--rows"] = ",".join(dict.fromkeys(row for run in runs for row in run["--rows"].split(",")))
+        words = [[*words[0][:3], "--seeds", str(len(comparison.seeds)), *chain.from_iterable(common.items())]]
     return _shell(*map(shlex.join, words))
 
 

@@ -78,9 +78,11 @@ def personal_table(comparison: Comparison, wide: bool = True) -> TextTable:
 
 
 def claims_table(comparison: Comparison) -> TextTable:
-    """The claims, and whether they held."""
+    """The claims that the rows measure, and whether they held."""
     rows = []
     for result in comparison.claims:
+        if result.verdict == "not measured":
+            continue
         seeds = f", {result.seeds_held} of {result.seeds} seeds" if result.seeds > 1 else ""
         paper = f"{result.paper_verdict}: {result.paper_numbers}" if result.paper_numbers else "–"
         rows.append([result.claim, result.verdict + seeds, result.numbers or "–", paper])

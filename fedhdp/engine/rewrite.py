@@ -18,7 +18,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -147,9 +146,8 @@ def _pooled(eqn: JaxprEqn, pooled: PooledConvolution, image: Array, weight: Arra
     if bias and pooled.has_units:
         out = kernels.conv_relu_pool(images, weights, bias[0].reshape(-1), padding, precision)
     else:
-        out = convolve_and_pool(images, weights, padding, precision)
-        out = out + bias[0].reshape(-1) if bias else out
-        out = jax.nn.relu(out) if pooled.has_units else out
+        of_outputs = bias[0].reshape(-1) if bias else None
+        out = convolve_and_pool(images, weights, padding, precision, of_outputs, pooled.has_units)
     order = sorted(range(4), key=lambda axis: (pooled.axes + "NHWC").index("NHWC"[axis]))
     return out.transpose(order).reshape(shape_of(pooled.output))
 

@@ -122,6 +122,16 @@ def _weights_of_few_outputs(program: Program, eqn: JaxprEqn) -> int | None:
     return sides[0] if outputs <= FEW_OUTPUTS else None
 
 
+def weights_of_few_outputs(program: Program) -> list[int]:
+    """The leaves that are weights [inputs, outputs] of layers of few outputs."""
+    weights = set()
+    for eqn in program.eqns:
+        side = _weights_of_few_outputs(program, eqn)
+        if side is not None and tuple(eqn.params["dimension_numbers"][0][side]) == (0,):
+            weights.add(eqn.invars[side])
+    return [number for number, leaf in enumerate(program.leaves) if leaf in weights]
+
+
 def _few_outputs(eqn: JaxprEqn, side: int, *operands: Array) -> Array:
     (axes, _), weight, h = eqn.params["dimension_numbers"], operands[side], operands[1 - side]
     w_LH = weight if axes[side][0] == 1 else materialized_transpose(weight)

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -141,6 +140,16 @@ def _weights_of_few_outputs(program: Program, eqn: JaxprEqn) -> int | None:
     return sides[0] if outputs <= FEW_OUTPUTS else None
 
 
+def weights_of_few_outputs(program: Program) -> list[int]:
+    """The leaves that are weights [inputs, outputs] of layers of few outputs."""
+    weights = set()
+    for eqn in program.eqns:
+        side = _weights_of_few_outputs(program, eqn)
+        if side is not None and tuple(eqn.params["dimension_numbers"][0][side]) == (0,):
+            weights.add(eqn.invars[side])
+    return [number for number, leaf in enumerate(program.leaves) if leaf in weights]
+
+
 def _few_outputs(eqn: JaxprEqn, side: int, *operands: Array) -> Array:
     (axes, _), weight, h = eqn.params["dimension_numbers"], operands[side], operands[1 - side]
     w_LH = weight if axes[side][0] == 1 else materialized_transpose(weight)
@@ -165,9 +174,8 @@ def _pooled(eqn: JaxprEqn, pooled: PooledConvolution, image: Array, weight: Arra
     if bias and pooled.has_units:
         out = kernels.conv_relu_pool(images, weights, bias[0].reshape(-1), padding, precision)
     else:
-        out = convolve_and_pool(images, weights, padding, precision)
-        out = out + bias[0].reshape(-1) if bias else out
-        out = jax.nn.relu(out) if pooled.has_units else out
+        of_outputs = bias[0].reshape(-1) if bias else None
+        out = convolve_and_pool(images, weights, padding, precision, of_outputs, pooled.has_units)
     order = sorted(range(4), key=lambda axis: (pooled.axes + "NHWC").index("NHWC"[axis]))
     return out.transpose(order).reshape(shape_of(pooled.output))
 

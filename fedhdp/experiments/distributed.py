@@ -103,7 +103,9 @@ class Channel:
 
     def send(self, call: str, arguments: tuple[Any, ...] = (), arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Send a message to the other processes."""
-        arrays = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
+        arrays = {
+            name: np.asarray(array, order="C") for name, array in (arrays or {}).items()
+        }  # of the same shape, () too
         shapes = [(name, array.dtype.str, array.shape) for name, array in arrays.items()]
         _client().key_value_set_bytes(self._key(), msgspec.msgpack.encode((call, arguments, shapes)))
         if self.count > KEPT_MESSAGES:

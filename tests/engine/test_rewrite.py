@@ -146,7 +146,7 @@ def convolution(layout: str, *after: str) -> tuple[Model, tuple[int, ...]]:
 def test_convolution_and_pooling_are_one_product(monkeypatch, layout, after):
     calls: list = []
     monkeypatch.setattr(rewrite, "convolve_and_pool", lambda *a: (calls.append(1), patches.convolve_and_pool(*a))[1])
-    kernel = lambda x, w, b, *a: (calls.append(2), jax.nn.relu(patches.convolve_and_pool(x, w, *a) + b))[1]  # noqa: E731
+    kernel = lambda x, w, b, *a: (calls.append(2), patches.convolve_and_pool(x, w, *a, b, True))[1]  # noqa: E731
     monkeypatch.setattr(rewrite.kernels, "conv_relu_pool", kernel)
     network = assert_same(*convolution(layout, *after))
     assert set(calls) == ({2} if "bias" in after else {1})

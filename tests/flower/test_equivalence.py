@@ -69,7 +69,7 @@ def test_deployment_equals_simulation(tmp_path, training, clip, arithmetic):
         "arithmetic": "float32",
     }
     deployment = make_deployment(tmp_path, training=training, **changes)
-    mechanism = deployment.mechanism({"open": 2, "mid": 3, "strict": 3})
+    mechanism = deployment.mechanism({"open": 2, "mid": 3, "strict": 3}, parameters=83)
 
     (variant,) = run_jax(make_grid(app=client_app(partial(jax_trainer_of, training=training))), deployment).variants
     data = DATA.with_levels(group_by_group(mechanism))
@@ -79,7 +79,7 @@ def test_deployment_equals_simulation(tmp_path, training, clip, arithmetic):
     assert abs(initial_arrays(MODEL, SEED)["first/w"] - model["global/first/w"]).max() > 0.01
     assert set(model) == set(simulation.parameters)
     for name, array in simulation.parameters.items():
-        np.testing.assert_allclose(model[name], array, atol=1e-5)
+        np.testing.assert_allclose(model[name], array, atol=3e-5)
     scores = {(row.group, row.model, row.metric): row.value for row in simulation.history}
     for group, simulated in zip(variant.groups, simulation.result("", 1e-4, "rdp").groups, strict=True):
         assert group.value("accuracy") == pytest.approx(scores[group.name, "global", "accuracy"], abs=1e-6)
@@ -136,7 +136,7 @@ def test_strategy_runs_in_flowers_own_loop(tmp_path):
     with open_ledger(deployment.ledger, read_only=False) as ledger:
         registry = Registry(deployment, ledger, "run")
         registry.wait_for_clients(grid)
-        billing = start_billing(deployment, ledger, "run")
+        billing = start_billing(deployment, ledger, "run", 9)
         strategy = FedHDP(deployment, registry, billing, "run", PLAIN_MODEL)
         strategy.admit(grid)
         result = strategy.start(grid, to_record(PLAIN_MODEL), num_rounds=3)

@@ -30,6 +30,9 @@ def column(columns: Columns, name: str, field: str) -> np.ndarray:
     Raises:
         DataError: If there is none.
     """
+    if not isinstance(name, str):
+        kind = type(name).__name__
+        raise DataError(f"{field} must be the name of a column, got {kind}", field, kind)
     if name in columns:
         return columns[name]
     similar = get_close_matches(name, columns, 1)

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedhdp.data.columns import Columns, Standardize, column, errors_in, errors_of_clients, make_encoder
 from fedhdp.data.rows import Partition, partition_rows, share_or_arrays
-from fedhdp.data.values import as_array, refuse_missing
+from fedhdp.data.values import NUMBER, as_array, refuse_missing
 from fedhdp.errors import DataError
 
 
@@ -54,13 +54,16 @@ def _stacked(cells_N: np.ndarray, name: str) -> np.ndarray:
 
 
 def huggingface_columns(dataset: Any, names: Sequence[str] | None) -> Any:
-    """The columns of a ``datasets.Dataset``, decoded to arrays; anything else as it is.
+    """The columns of a ``datasets.Dataset``, decoded to arrays; a share or None as it is.
 
     Raises:
-        DataError: If the rows of a column differ in shape.
+        DataError: If it is something else, as a dictionary of splits, or the rows of a column differ in shape.
     """
-    if not hasattr(dataset, "with_format"):
+    if dataset is None or isinstance(dataset, NUMBER):
         return dataset
+    if not isinstance(getattr(dataset, "num_rows", None), int):
+        kind = type(dataset).__name__
+        raise DataError(f"dataset must be a datasets.Dataset, one split of it, got {kind}", "dataset", kind)
     selected = dataset if names is None else dataset.select_columns([n for n in names if n in dataset.column_names])
     return {name: as_array(values, name) for name, values in selected.with_format("numpy")[:].items()}
 

@@ -132,6 +132,7 @@ def test_missing_values_are_filled_by_given_ones():
     ("frame", "options", "field", "value"),
     [
         (TABLE, {"client": "clinik"}, "client", "clinik"),
+        (TABLE, {"client": CLINIC}, "client", "ndarray"),
         (TABLE, {"label": "ill"}, "label", "ill"),
         (TABLE, {"level": "privat"}, "level", "privat"),
         (TABLE, {"features": ["height"], "categories": {}}, "features", "height"),

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
-from fedhdp.data.values import is_missing
+from fedhdp.data.values import MAX_FLOAT, is_missing
 from fedhdp.errors import DataError
 
 Columns = Mapping[str, np.ndarray]
@@ -102,7 +102,8 @@ class Encoder(NamedTuple):
             else:
                 mean, deviation = self.moments.get(name, (0.0, 1.0))
                 inputs.append((_numbers(cells_N, name) - mean) / deviation)
-        return np.stack(inputs, axis=1).astype(np.float32)
+        with np.errstate(over="ignore"):  # infinite inputs are refused with those of arrays
+            return np.stack(inputs, axis=1).astype(np.float32)
 
     def _one_hot(self, cells_N: np.ndarray, name: str) -> list[np.ndarray]:
         texts_N = _texts(cells_N, name)
@@ -217,10 +218,11 @@ def _numbers(cells_N: np.ndarray, name: str) -> np.ndarray:
             if not _is_number(cell):
                 _refuse(name, "a number", cell, row)
     number_N = cells_N.astype(np.float64)
-    for row in np.flatnonzero(~np.isfinite(number_N)).tolist():
+    for row in np.flatnonzero(~(np.abs(number_N) <= MAX_FLOAT)).tolist():
         if np.isnan(number_N[row]):
             _refuse_missing_cell(name, row)
-        _refuse(name, "finite", float(number_N[row]), row)
+        rule = "finite" if np.isinf(number_N[row]) else "of at most 32 bits"
+        _refuse(name, rule, float(number_N[row]), row)
     return number_N
 
 

@@ -122,10 +122,14 @@ def table_arrays(
     for field, name in (("client", client), ("label", label)):
         refuse_missing(column(columns, name, field), name)
     level_N = column(columns, level, "level") if isinstance(level, str) else level
+    if label in (client, level):
+        raise DataError(f"label must be another column than client and level, got {label!r}", "label", label)
     if features is None:
         features = [name for name in columns if name not in (client, label, level)]
     for name in {client, label}.intersection(features):
         raise DataError(f"features must not have the column of clients or of labels, got {name!r}", "features", name)
+    for name in {name for name in features if list(features).count(name) > 1}:
+        raise DataError(f"features must have each column once, got {name!r} twice", "features", name)
     if not features:
         raise DataError("features must be one column or more beside client, label and level, got none", "features", [])
     source, preparation, moments = None, "", None

@@ -7,6 +7,7 @@ import tempfile
 
 import pytest
 from helpers import tiny_data
+from hypothesis import settings
 
 from fedhdp.data import FederatedData
 
@@ -14,6 +15,8 @@ from fedhdp.data import FederatedData
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "fedhdp-tests-compiled"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+settings.register_profile("fedhdp", deadline=None)  # a machine with too much to do fails no test
+settings.load_profile("fedhdp")
 
 
 @pytest.fixture(scope="module", autouse=True)

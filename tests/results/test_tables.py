@@ -97,6 +97,7 @@ def test_footnotes_say_how_many_clients_count():
     fewer = [groups[0], group("b", values={"global/auc": 0.5, "global/auc_clients": 2})]
     (note,) = footnotes([variant(*groups, metrics=metrics), variant(*fewer, metrics=metrics)])  # two seeds
     assert note.startswith("auc counts these clients: 2 to 3 of 5 of b;")
+    assert footnotes([variant(*groups, metrics=metrics)], metric="f1") == []  # the table's metric, which all have
 
 
 def test_footnotes_about_many_variants_are_short():

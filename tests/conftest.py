@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers import tiny_data
+from hypothesis import settings
 
 from fedhdp.data import FederatedData
 
@@ -16,6 +17,8 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "fedhdp-tests-compiled"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+settings.register_profile("fedhdp", deadline=None)  # a machine with too much to do fails no test
+settings.load_profile("fedhdp")
 
 OPTIMIZED = ("engine", "simulation", "test_")  # where numbers are compared to the last bit, or with bounds on rounding
 

@@ -192,13 +192,21 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         """All fields as TOML."""
         return tomli_w.dumps(without_none(msgspec.to_builtins(self))).encode()
 
-    def mechanism(self, clients: Mapping[str, int]) -> Mechanism:
+    def mechanism(self, clients: Mapping[str, int], parameters: int | None = None) -> Mechanism:
         """The mechanism for these numbers of clients by level; a level without clients has no group.
 
-        Noise is calibrated by the ledger's accountant. A weight that a level does not state is 1: the theory's depends on
-        how many clients choose each level, which is not known when the deployment starts.
+        Args:
+            clients: The number of clients of each level.
+            parameters: The number of the model's parameters, from which the theory computes the weights that levels do not
+                state. None: these are 1, for what does not depend on weights: noise multipliers and layers.
         """
-        return self._mechanism_config(clients).build(self.rounds, self.delta, LEDGER_ACCOUNTANT)
+        mechanism = self._mechanism_config(clients).build(self.rounds, self.delta, LEDGER_ACCOUNTANT)
+        free = [group.name for group in mechanism.groups if group.name not in self.stated_weights]
+        if parameters is None or not free:
+            return mechanism
+        from fedhdp.theory.planning import with_optimal_weights
+
+        return with_optimal_weights(mechanism, self.rounds, parameters, free)
 
     def _mechanism_config(self, clients: Mapping[str, int]) -> MechanismConfig:
         groups = tuple(
@@ -216,6 +224,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     def epsilon_targets(self) -> dict[str, float]:
         """The epsilons that levels state, by name."""
         return {name: level.epsilon for name, level in self.levels.items() if level.epsilon is not None}
+
+    @property
+    def stated_weights(self) -> dict[str, float]:
+        """The weights that levels state, by name."""
+        return {name: level.weight for name, level in self.levels.items() if level.weight is not None}
 
     @cached_property
     def levels_by_strictness(self) -> tuple[str, ...]:

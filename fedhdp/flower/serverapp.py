@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
 
@@ -101,7 +102,10 @@ def run_deployment(grid: Grid, deployment: Deployment, initial_arrays: Arrays, s
             checkpoint = variant.checkpoint() or {}
             record = _read_record(checkpoint)
             registry = Registry(deployment, ledger, directory.id, record.members)
-            billing = start_billing(deployment, ledger, directory.id, record.segments, record.dropped_groups)
+            parameters = sum(array.size for array in initial_arrays.values())
+            billing = start_billing(
+                deployment, ledger, directory.id, parameters, record.segments, record.dropped_groups
+            )
             strategy = FedHDP(deployment, registry, billing, directory.id, initial_arrays, score)
             result = _run(grid, strategy, variant, checkpoint)
         summary = Summary(deployment.name, result.seconds, [result], *provenance())
@@ -110,15 +114,20 @@ def run_deployment(grid: Grid, deployment: Deployment, initial_arrays: Arrays, s
 
 
 def start_billing(
-    deployment: Deployment, ledger: Ledger, run: str, segments: Iterable[Segment] = (), dropped: Iterable[str] = ()
+    deployment: Deployment,
+    ledger: Ledger,
+    run: str,
+    parameters: int,
+    segments: Iterable[Segment] = (),
+    dropped: Iterable[str] = (),
 ) -> DeploymentBilling:
-    """The billing of a deployment's run, from the segments and dropped groups of a checkpoint."""
+    """The billing of a run of a model with so many parameters, from the segments and dropped groups of a checkpoint."""
     return DeploymentBilling(
         ledger,
         run,
         segments,
         dropped,
-        build_mechanism=deployment.mechanism,
+        build_mechanism=partial(deployment.mechanism, parameters=parameters),
         delta_of=deployment.delta_of,
         repeatable=deployment.repeatable,
         on_exhausted=deployment.on_budget_exhausted,

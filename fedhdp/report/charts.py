@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from fedhdp.report.html import Content, Html, element, join, text
+from fedhdp.report.html import Content, Html, element, join, text, variants_class
 
 WIDTH, HEIGHT = 480.0, 280.0
 LEFT, RIGHT, TOP, BOTTOM = 50.0, 12.0, 12.0, 42.0
@@ -261,12 +261,7 @@ def _line(number: int, line: Line, x_scale: _Scale, y_scale: _Scale, joined: boo
         parts.append(_path(placed, class_="line", stroke_dasharray=dash))
     if len(placed) <= MARKED or not joined:
         parts += [_void("circle", cx=x, cy=y, r=3.2) for x, y in placed]
-    return element("g", *parts, class_=f"series {line.style}{hides(line.numbers)}", data_line=number)
-
-
-def hides(numbers: Sequence[int]) -> str:
-    """The classes with which the check boxes of variants hide what is of one variant alone."""
-    return f" v v{numbers[0]}" if len(numbers) == 1 else ""
+    return element("g", *parts, class_=f"series {line.style} {variants_class(line.numbers)}", data_line=number)
 
 
 def swatch(style: str, dash: int = 0) -> Html:
@@ -279,7 +274,11 @@ def swatch(style: str, dash: int = 0) -> Html:
 def _legend_entry(line: Line) -> Html:
     value = element("b", line.value) if line.value else ""
     return element(
-        "li", swatch(line.style, line.dash), element("bdi", line.label), value, class_=f"entry{hides(line.numbers)}"
+        "li",
+        swatch(line.style, line.dash),
+        element("bdi", line.label),
+        value,
+        class_=f"entry {variants_class(line.numbers)}",
     )
 
 
@@ -303,10 +302,12 @@ class Charts:
 
     Attributes:
         data: The numbers of each chart, by its id.
+        toggles: The numbers of the variants of each line.
     """
 
     def __init__(self) -> None:
         self.data: dict[str, dict[str, Any]] = {}
+        self.toggles: set[tuple[int, ...]] = set()
 
     def add(
         self, ident: str, lines: Sequence[Line], axes: Axes, references: Sequence[Reference] = (), unit: str = ""
@@ -314,4 +315,5 @@ class Charts:
         """Draw a chart (see `draw`); ``unit`` stands above it and says what y is."""
         chart = draw(ident, lines, axes, references)
         self.data[ident] = chart.data
+        self.toggles |= {tuple(line["v"]) for line in chart.data["lines"] if min(line["v"]) >= 0}
         return join([element("p", unit or axes.y_label, class_="unit"), chart.html])

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tomli_w
 from experiment_helpers import command
@@ -20,7 +21,9 @@ from fedhdp.privacy.attack import attack_curve
 from fedhdp.report.rows import read_study
 from fedhdp.report.run_page import run_page, write_run_page
 from fedhdp.results import VariantDirectory, read_value, write_value
+from fedhdp.results.metrics import half_interval
 from fedhdp.results.schema import Summary
+from fedhdp.results.store import write_arrays
 
 
 def embedded(page: str) -> dict:
@@ -32,6 +35,8 @@ def embedded(page: str) -> dict:
 def with_other_clients(run: Path, copy: Path) -> Path:
     """A copy of a run in which everything differs that was measured on clients' data."""
     shutil.copytree(run, copy)
+    for path in copy.glob("*/scores.npz"):
+        write_arrays(path, {"personal/accuracy": np.full(20, 0.75, np.float32)})
     for path in copy.glob("*/history.csv"):
         part = VariantDirectory(path.parent)
         part.rewrite_history(
@@ -140,6 +145,19 @@ def test_unclipped_share_is_the_one_that_moved_the_clip(tmp_path):
     shares = [y for line in chart["lines"] for _, y in line["p"]]
     expected = 100 * (0.5 + 1 / (12 * 0.2))  # the clip falls by e^(-1/12) a round: quantile 0.5, learning rate 0.2
     assert shares == pytest.approx([expected] * len(shares), rel=1e-3)
+
+
+def test_tenths_of_a_group_are_means_over_its_clients(tmp_path):
+    runs = [write_page_run(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    charts = embedded(run_page(runs))["charts"]
+    [line] = charts["tenths-0"]["lines"]  # three variants with the same scores
+    assert [x for x, _ in line["p"]] == list(range(10))
+    private = [number / 20 for number in range(5, 20)]  # of 15 clients, the worst tenth is one
+    assert line["p"][0][1] == pytest.approx(100 * 0.95 * private[0], rel=1e-3)
+    assert line["p"][9][1] == pytest.approx(100 * 0.95 * (private[-1] + private[-2]) / 2, rel=1e-3)
+    assert line["h"][0] == pytest.approx(100 * half_interval([private[0], 0.9 * private[0]]), rel=1e-3)
+    assert "tenths-1" not in charts  # five clients
+    assert "tenths-0" not in embedded(run_page(runs, public=True))["charts"]
 
 
 def test_published_numbers_are_lines(tmp_path):

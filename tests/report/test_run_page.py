@@ -16,8 +16,9 @@ from report_runs import HOSTILE, VARIANTS, write_page_run
 from fedhdp.errors import RunError
 from fedhdp.experiments import Variant
 from fedhdp.mechanism import SERVER
-from fedhdp.privacy.accounting import format_epsilon
+from fedhdp.privacy.accounting import compose, format_epsilon
 from fedhdp.privacy.attack import attack_curve
+from fedhdp.privacy.costs import privacy_cost
 from fedhdp.report.rows import read_study
 from fedhdp.report.run_page import run_page, write_run_page
 from fedhdp.results import VariantDirectory, read_value, write_value
@@ -174,6 +175,16 @@ def test_run_under_way_has_a_page(tmp_path):
     assert "under way" in page
     assert embedded(page)["charts"]["server"] == embedded(finished)["charts"]["server"]
     assert embedded(page)["charts"]["epsilon-0"] == embedded(finished)["charts"]["epsilon-0"]
+
+
+def test_run_under_way_counts_the_rounds_that_ran_again_after_a_crash(tmp_path):
+    run = write_page_run(tmp_path / "run", finished=False)
+    state = {"variants": np.array(["DP-FedAvg", "FedHDP"]), "replayed_rounds": np.arange(5)}
+    write_arrays(run / "dp-fedavg" / "checkpoint.npz", state)
+    private = read_study([run]).rows[2].group("private")
+    assert private.rounds == 17
+    mechanism = read_study([run]).rows[2].mechanism
+    assert private.epsilon == compose([privacy_cost(mechanism, mechanism.groups[1], 17)], private.delta, "pld")
 
 
 def test_run_without_measurements_is_refused(tmp_path):

@@ -195,11 +195,10 @@ def publishing_section(study: Study) -> Section:
             "means, spreads, worst tenths and counts measured on clients' own data: they have no noise",
         ),
     ]
-    uncovered = [row.name for row in study.rows if not row.covered]
-    if uncovered:
-        rule = "their noise, or that of the run that they began with, is from a seed, or clients who chose noise have none: "
-        rule += "nothing that they measured is covered"
-        pairs.append(("Not covered at all", join([join(map(name, uncovered), ", "), f": {rule}"])))
+    if study.uncovered_words:
+        pairs.append(
+            ("Not covered at all", f"{study.uncovered_words} Nothing that was measured there may be published.")
+        )
     state = "It was left out of this file." if study.public else "fedhdp report DIR --public makes a page without it."
     return Section(
         "publish", "What of this may be published", state, [Panel("By kind of number", definitions(pairs), wide=True)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from matplotlib import rc_context
@@ -19,7 +20,7 @@ from matplotlib.lines import Line2D
 from fedhdp.privacy.accounting import pluralize
 from fedhdp.reproduction.summary import CLOSE, Cell, Comparison, Line, published_best
 from fedhdp.reproduction.tables import PULLS, TABLES, PaperTable, paper_rows, published_rows
-from fedhdp.results.palette import COLOURS, GRID_COLOUR, REFERENCE_COLOUR, STYLE
+from fedhdp.results.palette import COLOURS, GRID_COLOUR, REFERENCE_COLOUR, STYLE, tint
 
 MEASURED, PUBLISHED = COLOURS["fedhdp"], REFERENCE_COLOUR
 BASELINES = {
@@ -70,9 +71,22 @@ def _draw_paper_table(figure: Figure, comparison: Comparison, table: PaperTable)
     )
     for axis, (column, name) in zip((*axes[:3], *axes[4:]), panels, strict=False):
         _against_weight(axis, comparison, table, column, weights)
-        axis.set_title(name, fontsize=10)
+        axis.set_title("\n".join([name, *_best_words(comparison, column)]), fontsize=10)
     _draw_extensions(axes[3], comparison, table)
     figure.legend(handles=_legend(comparison), loc="outside lower center", ncols=6, frameon=False, handlelength=2.6)
+
+
+def _best_words(comparison: Comparison, column: str) -> list[str]:
+    """Where FedHDP is best in a column, and DP-FedAvg beside it."""
+    lines = [line for line in comparison.lines if line.key.part == "paper" and column in line.cells]
+    own = [line for line in lines if line.key.weight is not None]
+    if not own:
+        return []
+    best = max(own, key=lambda line: line.cells[column].mean)
+    pull = "" if best.key.pull is None else f", λ = {best.key.pull}"
+    words = [f"best at r = {best.key.weight:g}{pull}: {best.cells[column].mean:.1f}%"]
+    rivals = [line for line in lines if (line.key.algorithm, line.key.pull) == ("dp_fedavg", best.key.pull)]
+    return [", ".join([*words, *(f"DP-FedAvg {line.cells[column].mean:.1f}%" for line in rivals)])]
 
 
 def _pull_styles(comparison: Comparison) -> dict[float, tuple[str, str]]:
@@ -191,7 +205,9 @@ def _draw_extensions(axis: Axes, comparison: Comparison, table: PaperTable) -> N
     axis.annotate(f"paper's best {best:g}", (best, len(lines) - 0.4), (4, 0), **style)
     axis.set_ylim(-0.6, len(lines))
     axis.set(xlabel="accuracy, %")
-    axis.set_title("extensions: global model, server's test set", fontsize=10)
+    above = sum(line.cells["acc_g"].mean > best for line in lines)
+    title = "extensions: global model, server's test set\n{} of {} are above the paper's best"
+    axis.set_title(title.format(above, len(lines)), fontsize=10)
 
 
 def _draw_differences(axis: Axes, comparison: Comparison) -> None:
@@ -199,9 +215,12 @@ def _draw_differences(axis: Axes, comparison: Comparison) -> None:
     cells = [(line.key.row, line.cells["acc_g"]) for line in comparison.global_lines]
     axis.axvspan(-CLOSE, CLOSE, color=PUBLISHED, alpha=0.12, linewidth=0)
     axis.axvline(0, color=PUBLISHED, linewidth=1.2)
-    _draw_rows(axis, [(row, cell.difference, _half(cell)) for row, cell in cells if cell.difference is not None])
+    shown = [(row, cell.difference, _half(cell)) for row, cell in cells if cell.difference is not None]
+    _draw_rows(axis, shown)
     axis.set(xlabel="points above the paper")
-    axis.set_title("global model, server's test set: difference from the paper", fontsize=10)
+    close = sum(abs(difference) <= CLOSE for _, difference, _ in shown)
+    title = "global model, server's test set: difference from the paper\n{} of {} rows are within a point"
+    axis.set_title(title.format(close, len(shown)), fontsize=10)
 
 
 def _draw_rows(axis: Axes, rows: Sequence[tuple[str, float, float]]) -> None:
@@ -241,22 +260,37 @@ def _draw_levels(figure: Figure, comparison: Comparison) -> None:
     for row, (prefix, name, lines) in zip(axes, models, strict=True):
         for axis, part in zip(row, parts, strict=True):
             _draw_groups(axis, [line for line in lines if line.key.part == part], prefix)
-            axis.set_title(f"{part} levels, {name}", fontsize=10)
+            best = _best_with_noise([line for line in lines if line.key.part == part], prefix)
+            axis.set_title(f"{part} levels, {name}\nbest with noise: {best}", fontsize=10)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+
+
+def _best_with_noise(lines: Sequence[Line], prefix: str) -> str:
+    """The row whose mean over columns is the highest, of those with noise."""
+
+    def mean(line: Line) -> float:
+        return fmean(cell.mean for column, cell in line.cells.items() if column.startswith(prefix))
+
+    best = max((line for line in lines if line.key.algorithm != "non_private"), key=mean)
+    return best.key.row.partition(": ")[2] or best.key.row
 
 
 def _draw_groups(axis: Axes, lines: list[Line], prefix: str) -> None:
     columns = list(dict.fromkeys(c for line in lines for c in line.cells if c.startswith(prefix)))
     names = {"acc_g": "server", "np": "opted out", "p": "private"}
+    algorithms = [line.key.algorithm for line in lines]
     for number, line in enumerate(lines):
+        earlier = algorithms[:number].count(line.key.algorithm)
+        colour = tint(COLOURS[line.key.algorithm], 1.2 * earlier / algorithms.count(line.key.algorithm))
         points = [
             (i + 0.1 * (number - len(lines) / 2), line.cells[c]) for i, c in enumerate(columns) if c in line.cells
         ]
         x, cells = zip(*points, strict=True)
         name = line.key.row.partition(": ")[2] or line.key.row
         style: dict[str, Any] = {"linestyle": "none", "marker": "os^Dv"[number % 5], "markersize": 6, "capsize": 3}
-        axis.errorbar(x, [c.mean for c in cells], yerr=[_half(c) for c in cells], label=name, **style)
+        yerr = [_half(cell) for cell in cells]
+        axis.errorbar(x, [cell.mean for cell in cells], yerr=yerr, label=name, color=colour, **style)
     labels = [names.get(column.removeprefix(f"{prefix}_"), column.removeprefix(f"{prefix}_")) for column in columns]
     axis.set_xticks(range(len(columns)), labels)
     axis.set(ylabel="accuracy, %")

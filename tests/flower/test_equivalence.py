@@ -66,7 +66,7 @@ def test_deployment_equals_simulation(tmp_path, training, clip, arithmetic):
         "evaluate_every": 2,
         "cohort_seed": 7,
         "clip": clip,
-        "arithmetic": "float32",
+        "arithmetic": arithmetic,
     }
     deployment = make_deployment(tmp_path, training=training, **changes)
     mechanism = deployment.mechanism({"open": 2, "mid": 3, "strict": 3})

@@ -62,16 +62,16 @@ def _read(file: IO[bytes], names: Iterable[str] | None) -> dict[str, np.ndarray]
         members = {info.filename: info for info in archive.infolist()}
         if len(members) < len(archive.infolist()) or len(members) > MAX_MEMBERS:
             raise ValueError(f"it has {len(archive.infolist())} members, some of the same name")
-        wanted = [name.removesuffix(".npy") for name in members] if names is None else list(names)
-        missing = [name for name in wanted if f"{name}.npy" not in members]
+        requested = [name.removesuffix(".npy") for name in members] if names is None else list(names)
+        missing = [name for name in requested if f"{name}.npy" not in members]
         if missing and names is not None:
             raise _MissingArrayError(missing[0])
         if missing:
             raise ValueError(f"{missing[0][:80]!r} is no array")
-        sizes = [_declared_size(archive, members[f"{name}.npy"]) for name in wanted]
+        sizes = [_declared_size(archive, members[f"{name}.npy"]) for name in requested]
         require_memory(sum(sizes), "its arrays", f"{len(sizes)} arrays")
         arrays = {}
-        for name in wanted:
+        for name in requested:
             with archive.open(f"{name}.npy") as member:
                 arrays[name] = npy.read_array(member, allow_pickle=False)
                 member.read(1)  # the end, where the checksum is compared

@@ -197,8 +197,8 @@ def test_clips_without_noise_or_without_end_are_refused(clip):
 
 
 def test_nothing_is_divided_by_zero_without_clients():
-    nobody = mechanism_of((5, 0.0, 1.0), (4, 1.5, 0.1), rate=0.01, sampling="fixed", arithmetic="exact")
-    update_P, clip = round_of(nobody, 0.3).finish()
+    mechanism = mechanism_of((5, 0.0, 1.0), (4, 1.5, 0.1), rate=0.01, sampling="fixed", arithmetic="exact")
+    update_P, clip = round_of(mechanism, 0.3).finish()
     np.testing.assert_array_equal(update_P, np.zeros(100))
     assert clip == np.float32(0.3)
 

@@ -358,5 +358,5 @@ def hold_out(data: FederatedData, share: float, seed: int) -> FederatedData:
         validation_rows.append(np.sort(order[:held_out]))
     parts = ((train_rows, train.count_K - held_out_K), (validation_rows, held_out_K))
     row_parts = ((np.concatenate(rows), count_K) for rows, count_K in parts)
-    rest, held = (examples(train.x_N[row_N], train.y_N[row_N], count_K) for row_N, count_K in row_parts)
-    return data._replace(train=rest, validation=held)
+    kept, validation = (examples(train.x_N[row_N], train.y_N[row_N], count_K) for row_N, count_K in row_parts)
+    return data._replace(train=kept, validation=validation)

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from fedhdp.engine import personal_store
 from fedhdp.experiments.config import Experiment
 from fedhdp.experiments.file_data import opted_out
 from fedhdp.experiments.start import StartCost
 from fedhdp.experiments.toml import without_none
 from fedhdp.experiments.variant import Variant
 from fedhdp.mechanism import SERVER, Mechanism, ScheduledMechanism, mechanism_at
+from fedhdp.models import parameter_bytes
 from fedhdp.privacy.accounting import pluralize
 from fedhdp.privacy.budget import BudgetExhausted, RunBilling
 from fedhdp.privacy.costs import PrivacyCost, scheduled_costs
@@ -84,7 +84,7 @@ class VariantBatch:
         self.checkpoint_pause = experiment.checkpoint_seconds
         self.stopped: str | None = None
         self.start_cost = start_cost
-        self.asked = extensions[-1].epsilon_targets if extensions else {}
+        self.first_targets = extensions[-1].epsilon_targets if extensions else {}
         self.notes = [extension_note(extensions, experiment.rounds)] if extensions else []
         self._restore()
 
@@ -263,7 +263,7 @@ class VariantBatch:
             return self.experiment.keep_checkpoint
         simulation = self.simulation
         participants = 0 if simulation.store is None else int(simulation.participated_K.sum())
-        size = personal_store.personal_bytes(simulation.engine.model, participants) * len(self.variants)
+        size = parameter_bytes(simulation.engine.model) * participants * len(self.variants)
         return size <= KEPT_CHECKPOINT_BYTES
 
     def _finish(self) -> list[VariantResult]:
@@ -275,7 +275,7 @@ class VariantBatch:
         experiment, columns = self.experiment, (self.variants, self.billings, self.simulation.schedules)
         for variant, billing, schedule, history in zip(*columns, self.simulation.histories, strict=True):
             costs_of = partial(billing.costs, rounds=rounds)
-            targets = self.asked.get(variant.name) or experiment.epsilon_targets(variant)
+            targets = self.first_targets.get(variant.name) or experiment.epsilon_targets(variant)
             mechanism = mechanism_at(schedule, max(rounds - 1, 0))  # with all groups, also those that were dropped
             groups = account_groups(
                 mechanism, costs_of, experiment.delta_of, experiment.run_accountant, targets, public
@@ -297,8 +297,6 @@ class VariantBatch:
             variant_scores = {name: score_KV[:, number].astype(np.float32) for name, score_KV in scores.items()}
             parameters = self.simulation.named_parameters(number)
             self.parts[number].finish(parameters, results[number], variant_scores, keep)
-        if not keep:
-            (self.parts[0].path / personal_store.FILE_NAME).unlink(missing_ok=True)
         return results
 
 

@@ -1,4 +1,4 @@
-"""Trainers for ``fedhdp.Model``: one client's round with the simulator's ``client_updates``.
+"""Trainers for ``fedhdp.Model``: one client's round, trained as the simulator trains it.
 
 Axis letters as in ``engine/chunk.py``; M examples of the client, N examples.
 """
@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedhdp.client import LocalTraining, scale_inputs, shuffle
-from fedhdp.engine.chunk import Clients, client_updates
+from fedhdp.engine.chunk import train_clients
 from fedhdp.engine.evaluation import model_metrics
-from fedhdp.engine.low_rank import parametrize
-from fedhdp.engine.network import Network
 from fedhdp.errors import ModelError
 from fedhdp.flower.clientapp import Trainer
 from fedhdp.flower.protocol import Arrays, array_shapes
@@ -103,22 +101,14 @@ def _compile(model: Model, training: LocalTraining, input_scale: float | None) -
     """A compiled round of one client, a chunk of one."""
 
     def train(theta, personal, x_M, y_M, pull, key, rates):
-        count = len(y_M)
-        order_M = shuffle(key, count, count)
-        x_CM, y_CM = scale_inputs(x_M[order_M], input_scale)[None], y_M[order_M][None]
-        theta_R = take(theta, None)
-        personal_CV = None if personal is None else take(personal, (None, None))
-        run_V, pull_CV = np.zeros(0 if personal is None else 1, int), jnp.full((1, 0 if personal is None else 1), pull)
-        clients = Clients(y_CM, jnp.array([count]), pull_CV, key[None])
-        network = Network(model, jax.ShapeDtypeStruct(x_CM.shape[2:], x_CM.dtype), training)
-        parametrization = parametrize(network, theta_R, run_V, x_CM)
-        updates, personal_CV = client_updates(
-            model, training, parametrization, clients, personal_CV, rates, uniform_size=True
-        )
-        update = parametrization.weighted_sum(
-            jnp.ones(1), jax.tree.map(lambda leaf_CR: leaf_CR[:, 0], updates.update_CR)
-        )
-        return update, None if personal is None else take(personal_CV, (0, 0))
+        order_M = shuffle(key, len(y_M), len(y_M))
+        client = scale_inputs(x_M[order_M], input_scale)[None], y_M[order_M][None], key[None], rates
+        if personal is None:
+            update_C, _ = train_clients(model, training, theta, *client)
+            return take(update_C, 0), None
+        personal_CV = take(personal, (None, None))
+        update_C, personal_CV = train_clients(model, training, theta, *client, personal_CV, pull[None, None])
+        return take(update_C, 0), take(personal_CV, (0, 0))
 
     return jax.jit(train)
 

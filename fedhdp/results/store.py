@@ -58,6 +58,7 @@ CLIENTS_FILE = "clients.csv"  # each client's group
 RUNS_FILE, TABLE_FILE, NUMBERS_FILE = "runs.json", "table.md", "table.csv"  # of a folder of several runs
 REPORT_FILE = "report.html"
 HISTORY_FILE, CHECKPOINT_FILE = "history.csv", "checkpoint.npz"
+PERSONAL_STORE_FILE = "personal.bin"  # beside a checkpoint: personal models that do not fit into memory
 MODEL_FILE, SCORES_FILE, RESULT_FILE = "model.npz", "scores.npz", "result.json"
 PERSONAL_FILE = "personal_models.npy"
 BASIS_FILE = "basis.npy"  # the public basis of the model's inputs
@@ -104,7 +105,7 @@ def is_directory_name(name: str) -> bool:
 
 def checkpoint_bytes(directory: Path) -> int:
     """The size of all checkpoints in a directory of one run or several, with the personal models beside them."""
-    files = (file for name in (CHECKPOINT_FILE, "personal.bin") for file in directory.rglob(name))
+    files = (file for name in (CHECKPOINT_FILE, PERSONAL_STORE_FILE) for file in directory.rglob(name))
     return sum(file.stat().st_size for file in files)
 
 
@@ -312,7 +313,8 @@ class VariantDirectory:
             write_arrays(self.path / SCORES_FILE, scores)
         write_value(self.path / RESULT_FILE, result)
         if not keep_checkpoint:
-            (self.path / CHECKPOINT_FILE).unlink(missing_ok=True)
+            for name in (CHECKPOINT_FILE, PERSONAL_STORE_FILE):
+                (self.path / name).unlink(missing_ok=True)
 
 
 def _csv_lines(rows: Iterable[MetricRow]) -> str:

@@ -234,7 +234,11 @@ def format_table(
     cells = [header, ["─" * width for width in widths], *rows]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join(
-        [*legend(header, shown), *lines, *footnotes([variant for seed in (variants, *other_seeds) for variant in seed], metric)]
+        [
+            *legend(header, shown),
+            *lines,
+            *footnotes([variant for seed in (variants, *other_seeds) for variant in seed], metric),
+        ]
     )
 
 

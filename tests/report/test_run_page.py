@@ -127,8 +127,8 @@ def test_privacy_numbers_are_those_of_the_results(tmp_path):
     assert line["p"][-1] == [12, float(f"{group.epsilon:.4g}")]
     assert line["t"][-1] == f"ε {format_epsilon(group.epsilon, 3)}"
     [costs] = [row.costs("private") for row in read_study([run]).rows if row.name == "FedHDP"]
-    found = next(line for line in data["attack-0"]["lines"] if "FedHDP" in line["n"])
-    assert found["p"][20][1] == pytest.approx(100 * attack_curve(costs, "pld").true_positive_rates[20], rel=1e-3)
+    curve = next(line for line in data["attack-0"]["lines"] if "FedHDP" in line["n"])
+    assert curve["p"][20][1] == pytest.approx(100 * attack_curve(costs, "pld").true_positive_rates[20], rel=1e-3)
 
 
 def test_cost_that_does_not_compose_to_the_epsilon_is_not_drawn(tmp_path):

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
 
-from fedhdp.errors import ConfigError
+from fedhdp.errors import ConfigError, FedHDPError
 
 VARIABLE = "FEDHDP_PROCESS"
 LOST = 75  # the exit code of a process that another one's death has ended
@@ -99,8 +99,10 @@ def find_places(
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
         return [Place(processes, number, address) for number in range(processes)] if processes > 1 else []
-    if all(name in environment for name in SLURM) and int(environment["SLURM_NTASKS"]) > 1:
-        return [Place(int(environment["SLURM_NTASKS"]), int(environment["SLURM_PROCID"]), None)]
+    if all(name in environment for name in SLURM):
+        tasks = int(environment["SLURM_NTASKS"])
+        in_step = int(environment.get("SLURM_STEP_NUM_TASKS", tasks))  # 1 in the shell of salloc, whatever the job has
+        return [Place(tasks, int(environment["SLURM_PROCID"]), None)] if min(tasks, in_step) > 1 else []
     return []
 
 
@@ -216,10 +218,15 @@ def _work(place: Place, start: Callable[[], None]) -> None:
         with leading():
             start()
     except Exception as error:
-        if not _is_lost(error):
+        lost, known = _is_lost(error), isinstance(error, FedHDPError | OSError)
+        if not lost and place.number == 0:
             raise
-        _reason_file(place).write_text(str(error).splitlines()[0][:MAX_REASON])
-        os._exit(LOST)  # without JAX's own shutdown, which would wait for the dead
+        if lost:
+            _reason_file(place).write_text(str(error).splitlines()[0][:MAX_REASON])
+        else:  # for the supervisor, which shows it
+            line = str(error) if known else f"{type(error).__name__}: {error}"
+            print(line.replace("\n", " "), file=sys.stderr, flush=True)
+        os._exit(LOST if lost else 2 if known else 1)  # without JAX's own shutdown, which would wait for the others
 
 
 def _reason_file(place: Place) -> Path:

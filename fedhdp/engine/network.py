@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 
 from fedhdp.client import LocalTraining
-from fedhdp.engine.rewrite import rewrite, weights_of_few_outputs
+from fedhdp.engine.rewrite import Used, rewrite, weights_of_few_outputs
 from fedhdp.engine.rows import Rows, kinds, same_rows
 from fedhdp.engine.span import FirstLayer, find_first_layer
 from fedhdp.engine.tracing import Program, shape_of
@@ -36,8 +36,8 @@ class TracedNetwork:
 
     def __init__(self, model: Model, like: Parameters, x_N: jax.ShapeDtypeStruct, has_key: bool):
         self.program = Program(model.apply, like, x_N, has_key)
-        self.transposed = weights_of_few_outputs(self.program)
-        self.used = rewrite(self.program)
+        self.transposed = [] if self.program.effects else weights_of_few_outputs(self.program)
+        self.used = Used() if self.program.effects else rewrite(self.program)
 
     @cached_property
     def kind_of(self) -> dict[Var, Any]:
@@ -114,10 +114,10 @@ class SplitNetwork:
     def __init__(self, network: Network, capacity: int):
         self.of_client = network.traced(capacity, has_key=True)
         self._network = network
-        self.is_split = all(
+        self.is_split = not self.of_client.program.effects and all(
             self.of_client.agrees(network.traced(size, has_key=True)) for size in network.batch_sizes(capacity)
         )
-        first = self.of_client.first_layer
+        first = None if self.of_client.program.effects else self.of_client.first_layer
         self.first_layer = first if self.is_split and network.is_plain_sgd else None
         self._transposed_leaves = set(self.of_client.transposed) - {None if first is None else first.weight}
 
@@ -154,10 +154,11 @@ class SplitNetwork:
 
     def apply(self, parameters: Parameters, rows_B: Sequence[Array], examples: int, key: Array) -> Array:
         """The outputs of a batch of so many examples, from parameters in the layout of training."""
-        leaves = jax.tree.leaves(self.transpose(parameters))
+        parameters = self.transpose(parameters)
+        if not self.is_split:
+            return self._network.apply(parameters, rows_B[0], key)
         traced = self._network.traced(examples, has_key=True)
-        wanted = traced.hoisted if self.is_split else [traced.program.x]
-        known = traced.program.given(leaves, key) | traced.given(wanted, rows_B)
+        known = traced.program.given(jax.tree.leaves(parameters), key) | traced.given(traced.hoisted, rows_B)
         return traced.program.evaluate(known, [traced.program.output])[0]
 
     def first_rows(self, x_M: Array) -> tuple[Array, list[Array]]:
@@ -227,5 +228,7 @@ class Network:
     def apply(self, parameters: Parameters, x_N: Array, key: Array | None) -> Array:
         """What the model's ``apply`` returns."""
         program = self.traced(len(x_N), key is not None).program
+        if program.effects:  # which evaluation would leave out
+            return self.model.apply(parameters, x_N, key)
         known = program.given(jax.tree.leaves(parameters), key) | {program.x: x_N}
         return program.evaluate(known, [program.output])[0]

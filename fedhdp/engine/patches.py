@@ -24,7 +24,8 @@ class Convolution(NamedTuple):
 
     strides: tuple[int, ...]
     padding: Padding
-    dilation: tuple[int, ...]
+    image_dilation: tuple[int, ...]  # above 1 in a transposed convolution
+    dilation: tuple[int, ...]  # of the kernel
     precision: Any = None
 
 
@@ -34,13 +35,13 @@ def convolve(image: Array, weight: Array, convolution: Convolution) -> Array:
     Args:
         image: Images [N, *pixels, inputs].
         weight: Weights [*kernel, inputs, outputs].
-        convolution: Strides, padding and dilation.
+        convolution: Strides, padding and dilations.
 
     Returns:
         Images [N, *pixels, outputs].
     """
     kernel = weight.shape[:-2]
-    padded = _pad(image, convolution.padding)
+    padded = _pad(image, convolution.padding, convolution.image_dilation)
     extents = [(k - 1) * d + 1 for k, d in zip(kernel, convolution.dilation, strict=True)]
     sizes = padded.shape[1:-1]
     counts = [(n - e) // s + 1 for n, e, s in zip(sizes, extents, convolution.strides, strict=True)]
@@ -136,11 +137,12 @@ def _matrix_product_backward(precision: Any, saved: tuple[Array, Array], g: Arra
 matrix_product.defvjp(lambda a, b, precision: (matrix_product(a, b, precision), (a, b)), _matrix_product_backward)
 
 
-def _pad(image: Array, padding: Padding) -> Array:
-    """Images with zeros around them; a negative padding crops."""
-    if not any(map(any, padding)):
+def _pad(image: Array, padding: Padding, dilation: Sequence[int] = (1, 1)) -> Array:
+    """Images with zeros around them, and with a dilation between their pixels; a negative padding crops."""
+    if not any(map(any, padding)) and set(dilation) == {1}:
         return image
-    return jax.lax.pad(image, jnp.zeros((), image.dtype), ((0, 0, 0), *((a, b, 0) for a, b in padding), (0, 0, 0)))
+    axes = [(before, after, d - 1) for (before, after), d in zip(padding, dilation, strict=True)]
+    return jax.lax.pad(image, jnp.zeros((), image.dtype), ((0, 0, 0), *axes, (0, 0, 0)))
 
 
 def _windows(x: Array, window: Sequence[int]) -> tuple[Array, tuple[int, ...], tuple[int, ...]]:

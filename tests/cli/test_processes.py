@@ -176,6 +176,8 @@ def test_places():
     assert find_places(4, "node1:7000", 3, {}) == [Place(4, 3, "node1:7000")]
     assert find_places(None, None, None, SLURM) == [Place(2, 1, None)]
     assert find_places(None, None, None, SLURM | {"SLURM_NTASKS": "1"}) == []
+    assert find_places(None, None, None, SLURM | {"SLURM_STEP_NUM_TASKS": "1"}) == []  # an interactive shell
+    assert find_places(1, None, None, SLURM) == []
     batch_script = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
     assert find_places(None, None, None, batch_script) == []
 

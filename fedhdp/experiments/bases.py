@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from fedhdp.basis import cosine_basis, fingerprint, pca_basis, public_moments, random_basis, with_basis
+from fedhdp.basis import Moments, cosine_basis, fingerprint, pca_basis, public_moments, random_basis, with_basis
 from fedhdp.errors import ConfigError, InvalidValueError, require
 from fedhdp.experiments.file_data import opted_out
 from fedhdp.metrics import replace_metrics
@@ -84,7 +84,11 @@ class PcaBasis(_Basis, frozen=True, tag="pca"):
 
     def make(self, data: FederatedData, opted_out: Collection[str]) -> np.ndarray:
         """The matrix; no other client's examples are read."""
-        return pca_basis(public_moments(data, opted_out), self.size, self.exponent) * np.float32(self.scale)
+        return self.of_moments(public_moments(data, opted_out))
+
+    def of_moments(self, moments: Moments) -> np.ndarray:
+        """The matrix of the second moments of clients who opted out."""
+        return pca_basis(moments, self.size, self.exponent) * np.float32(self.scale)
 
     def about(self) -> str:
         """The basis in words, for tables."""

@@ -20,8 +20,10 @@ import tomli_w
 from fedhdp.client import LocalTraining
 from fedhdp.clips import Clip, parse_clip
 from fedhdp.errors import ConfigError, require
+from fedhdp.experiments.bases import PcaBasis
 from fedhdp.experiments.config import FIELDS
 from fedhdp.experiments.errors import config_error, refuse_nul
+from fedhdp.experiments.file_data import opted_out
 from fedhdp.experiments.toml import without_none
 from fedhdp.mechanism import Arithmetic, Mechanism, Noise, PrivacyGroup
 from fedhdp.metrics import is_metric_name
@@ -60,6 +62,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         name: The heading of the table of results.
         training: The local training of clients that use ``jax_trainer``.
         server: The server's optimizer.
+        basis: A public basis of the inputs, made of the second moments of the clients who opted out, who are asked once.
+            Other bases need no messages: they are a part of the app's model.
         seed: The seed of the initial model.
         cohort_seed: The seed of the cohorts, for tests only: with a seed nothing is private. None: the operating system's
             entropy.
@@ -91,6 +95,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     name: str = "deployment"
     training: LocalTraining = LocalTraining()
     server: ServerOptimizer = ServerOptimizer()
+    basis: PcaBasis | None = None
     seed: int = 0
     cohort_seed: int | None = None
     noise_seed: int | None = None
@@ -132,7 +137,20 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         )
         for name in self.budgets:
             require(name in self.levels, "budgets", name, f"of levels on offer ({', '.join(self.levels)})")
-        self.training.check(self._mechanism_config(dict.fromkeys(self.levels, 1)).uncalibrated())
+        config = self._mechanism_config(dict.fromkeys(self.levels, 1))
+        self.training.check(config.uncalibrated())
+        if self.basis is not None:
+            self._check_public(opted_out(config))
+
+    def _check_public(self, levels: list[str]) -> None:
+        """Refuse a basis that would take the second moments of clients whose level has an epsilon."""
+        rule = "left out where no level opts out: private clients' examples are not public"
+        require(len(levels) > 0, "basis", "pca", rule)
+        for name in levels:  # nothing protects them from the first round on, so the ledger must say so
+            rate = self.levels[name].sampling_rate
+            require(rate > 0, f"levels.{name}.sampling_rate", rate, "above 0 where their second moments make the basis")
+            budget = self.budgets.get(name)
+            require(budget is None, f"budgets.{name}", budget, "left out where their second moments make the basis")
 
     @classmethod
     def from_run_config(cls, run_config: Mapping[str, Any]) -> Deployment:

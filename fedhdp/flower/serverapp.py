@@ -23,8 +23,9 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
 from fedhdp.errors import ModelError, RunError
+from fedhdp.experiments.bases import describe_basis
 from fedhdp.flower.config import Deployment
-from fedhdp.flower.protocol import Arrays, Score, array_shapes, send_and_gather, to_record, unflatten
+from fedhdp.flower.protocol import BASIS, Arrays, Score, array_shapes, send_and_gather, to_record, unflatten
 from fedhdp.flower.registry import Registry, WaitLog
 from fedhdp.flower.strategy import FedHDP, layers_of, metric_infos
 from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT
@@ -142,6 +143,8 @@ def _check_model(arrays: Arrays) -> None:
     if not arrays or not all(np.isfinite(array).all() for array in arrays.values()):
         names = sorted(arrays)
         raise ModelError(f"initial_arrays must be at least one array, all finite, got {names}", "initial_arrays", names)
+    if BASIS in arrays:
+        raise ModelError(f"initial_arrays must not have {BASIS!r}, the name of a basis", "initial_arrays", BASIS)
 
 
 def _open_run(out: Path, deployment: Deployment) -> RunDirectory:
@@ -179,6 +182,8 @@ def _run(
     groups = account_groups(billing.full_mechanism, billing.costs, deployment.delta_of, LEDGER_ACCOUNTANT, targets)
     result = VariantResult(VARIANT, "fedhdp", strategy.round, seconds, deployment.repeatable, groups)
     result.metrics, result.stopped = metric_infos(deployment), stopped
+    if deployment.basis is not None and strategy.basis is not None:
+        result.preparation = describe_basis(deployment.basis, strategy.basis)
     result = attach_metrics(result, variant.history())
     variant.finish(_named_parameters(strategy), result)
     return result

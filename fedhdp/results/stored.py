@@ -25,6 +25,7 @@ from fedhdp.results.store import (
     DamagedRunError,
     RunInfo,
     VariantDirectory,
+    check_files,
     read_value,
     slug,
 )
@@ -106,6 +107,7 @@ class StoredRun:
 
     def __init__(self, path: Path, under_way: Callable[[Path], list[VariantResult]] | None = None):
         self.path, self.missing = path, list[Path]()
+        check_files(path)
         self.raw = raw = _read_toml(path / EXPERIMENT_FILE)
         self.experiment = str(raw.get("name", path.name))
         self.seeds = {key: raw[key] for key in SEEDS if key in raw}

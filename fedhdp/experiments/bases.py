@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from fedhdp.archives import read_npy
 from fedhdp.basis import Moments, cosine_basis, fingerprint, pca_basis, public_moments, random_basis, with_basis
 from fedhdp.errors import ConfigError, InvalidValueError, require
 from fedhdp.experiments.file_data import opted_out
 from fedhdp.metrics import replace_metrics
-from fedhdp.results.store import BASIS_FILE, atomic_write
+from fedhdp.results.store import BASIS_FILE, DamagedRunError, atomic_write
 
 if TYPE_CHECKING:
     from fedhdp.data import FederatedData
@@ -143,17 +144,24 @@ class MatrixBasis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     def _read(self) -> np.ndarray:
         self._content()  # checks the checksum
         try:
-            matrix = np.load(self.file, allow_pickle=False)
-        except (ValueError, EOFError) as error:
+            matrix = read_npy(Path(self.file))
+        except ValueError as error:
             message = f"model.basis.file must be an npy file, got {self.file}"
             raise ConfigError(message, "model.basis.file", self.file) from error
-        if not isinstance(matrix, np.ndarray) or matrix.ndim != 2 or matrix.dtype.kind not in "fiu" or not matrix.size:
+        if matrix.ndim != 2 or matrix.dtype.kind not in "fiu" or not matrix.size:
             message = f"model.basis.file must be a matrix of numbers, got {self.file}"
             raise ConfigError(message, "model.basis.file", self.file)
         return matrix
 
 
 BasisConfig = CosineBasis | PcaBasis | RandomBasis | MatrixBasis
+
+
+def _read_stored(path: Path) -> np.ndarray:
+    try:
+        return read_npy(path)
+    except (OSError, ValueError) as error:
+        raise DamagedRunError(f"{path} is damaged: {error}") from error
 
 
 def load_basis(config: BasisConfig, directory: Path, data: FederatedData, opted_out: Collection[str]) -> np.ndarray:
@@ -165,7 +173,7 @@ def load_basis(config: BasisConfig, directory: Path, data: FederatedData, opted_
     """
     path = directory / BASIS_FILE
     if path.exists():
-        return np.load(path, allow_pickle=False)
+        return _read_stored(path)
     try:
         basis = config.make(data, opted_out)
     except InvalidValueError as error:

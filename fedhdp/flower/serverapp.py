@@ -111,6 +111,7 @@ def run_deployment(grid: Grid, deployment: Deployment, initial_arrays: Arrays, s
             result = _run(grid, strategy, variant, checkpoint)
         summary = Summary(deployment.name, result.seconds, [result], *provenance())
         store.write_value(out / store.SUMMARY_FILE, summary)
+        directory.write_checksums()
         return summary
 
 

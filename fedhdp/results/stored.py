@@ -29,6 +29,7 @@ from fedhdp.results.store import (
     DamagedRunError,
     RunInfo,
     VariantDirectory,
+    check_files,
     read_arrays,
     read_value,
     slug,
@@ -133,6 +134,7 @@ class StoredRun:
 
     def __init__(self, path: Path, under_way: Callable[[Path], list[VariantResult]] | None = None):
         self.path, self.missing = path, list[Path]()
+        check_files(path)
         self.raw = raw = _read_toml(path / EXPERIMENT_FILE)
         self.experiment = str(raw.get("name", path.name))
         self.seeds = {key: raw[key] for key in SEEDS if key in raw}

@@ -246,11 +246,16 @@ def _draw_levels(figure: Figure, comparison: Comparison) -> None:
         for axis in row[len(parts) :]:
             axis.set_visible(False)
         of_row = [line for line in lines if line.key.part in parts]
-        lowest = max(line.cells["acc_g"].mean for line in of_row) - LEVELS_SPAN
+        means = [line.cells["acc_g"].mean for line in of_row]
+        lowest, highest = max(min(means), max(means) - LEVELS_SPAN) - 0.5, max(means) + 0.7
         for axis, part in zip(row, parts, strict=False):
-            _draw_methods(axis, [line for line in of_row if line.key.part == part], methods, lowest)
-            levels, on_basis = LEVEL_TABLES[part]
-            axis.set_title(f"{levels} levels, {'64 cosines and momentum' if on_basis else 'the paper’s training'}")
+            of_part, (levels, on_basis) = [line for line in of_row if line.key.part == part], LEVEL_TABLES[part]
+            _draw_methods(axis, of_part, methods, lowest)
+            axis.set_xlim(lowest, highest)
+            with_noise = [line for line in of_part if line.key.algorithm != "non_private"]
+            best = max(with_noise or of_part, key=lambda line: line.cells["acc_g"].mean)
+            training = "64 cosines and momentum" if on_basis else "the paper's training"
+            axis.set_title(f"{levels} levels, {training}\nbest with noise: {_method(best)}")
     axes[0, 0].set_yticks(range(len(methods)), methods[::-1], fontsize=8)
 
 
@@ -272,7 +277,6 @@ def _draw_methods(axis: Axes, lines: list[Line], methods: list[str], lowest: flo
         axis.errorbar(cell.mean, height, xerr=_half(cell), color=colour, marker=marker, markersize=5, capsize=3)
         if _method(line) == OURS:
             axis.axvline(cell.mean, color=colour, linewidth=0.9, linestyle="--", zorder=1)
-    axis.set_xlim(lowest - 0.3, lowest + LEVELS_SPAN + 1)
     axis.set_ylim(-0.7, len(methods) - 0.3)
     axis.set(xlabel="accuracy on the server's test set, %")
     axis.grid(color=GRID_COLOUR, linewidth=0.6)

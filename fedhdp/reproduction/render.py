@@ -94,7 +94,7 @@ def levels_table(comparison: Comparison) -> TextTable:
     parts, methods = _parts_and_methods(comparison)
     cells = {line.key.row: line.cells.get("acc_g") for line in comparison.global_lines}
     rows = [[method, *(_format_cell(cells.get(f"{part}: {method}")) for part in parts)] for method in methods]
-    return TextTable(["global model", *parts], rows, [None] * len(rows))
+    return TextTable(["accuracy of the global model, %", *parts], rows, [None] * len(rows))
 
 
 def rivals_table(comparison: Comparison) -> TextTable:

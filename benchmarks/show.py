@@ -88,25 +88,32 @@ def figure(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
+    from fedhdp.results.palette import STYLE
+
     alongs = list(dict.fromkeys(point["along"] for point in result["sweeps"]))
     bars = max(3, sum(peer["seconds"] is not None for peer in result["peers"].values()))
     heights = [0.42 * bars + 1.9, 2.6] if alongs else [0.42 * bars + 1.9]
     shape = [["bars"] * len(alongs), alongs] if alongs else [["bars"]]
-    fig, axes = plt.subplot_mosaic(shape, figsize=(8.5, sum(heights)), height_ratios=heights, layout="constrained")
-    _bars(axes["bars"], result)
-    titles = {"cohort": "clients in a round", "samples": "samples of a client", "hidden": "hidden units"}
-    for along in alongs:
-        _lines(axes[along], result, along, titles[along])
-    fig.savefig(path, dpi=150)
+    labels = {"cohort": "clients in a round", "samples": "samples of a client", "hidden": "hidden units"}
+    with plt.rc_context(STYLE):
+        fig, axes = plt.subplot_mosaic(shape, figsize=(8.5, sum(heights)), height_ratios=heights, layout="constrained")
+        _bars(axes["bars"], result)
+        for along in alongs:
+            _lines(axes[along], result, along, labels[along])
+        fig.savefig(path, dpi=150)
     plt.close(fig)
 
 
 def _bars(ax: Any, result: dict[str, Any]) -> None:
+    from fedhdp.results.palette import COLOURS
+
     measured = {name: peer for name, peer in result["peers"].items() if peer["seconds"] is not None}
     names = sorted(measured, key=lambda name: -measured[name]["seconds"])
     for place, name in enumerate(names):
         each, at_peak = measured[name]["spread"], floor(result, measured[name])
-        style = {"color": "black"} if name in OURS else {"facecolor": "white", "edgecolor": "black", "hatch": "///"}
+        style = {"facecolor": "white", "edgecolor": "black", "hatch": "///"}
+        if name in OURS:
+            style = {"color": COLOURS["fedhdp"]}
         ax.barh(place, each["median"], 0.7, **style)
         ax.plot([each["min"], each["max"]], [place + 0.42] * 2, color="grey", linewidth=3)
         ax.plot(at_peak, place, "D", color="tab:orange", markeredgecolor="black", markersize=7, zorder=3)
@@ -149,13 +156,21 @@ def _floor_note(result: dict[str, Any], measured: dict[str, Any]) -> str:
 
 
 def _lines(ax: Any, result: dict[str, Any], along: str, label: str) -> None:
+    from fedhdp.results.palette import COLOURS, GRID_COLOUR
+
     for name, style in (("fedhdp", "o-"), ("fedhdp+personal", "s--")):
         points = [point for point in result["sweeps"] if point["along"] == along and name in point]
         points = [point for point in points if point[name]["rounds_per_second"]]
-        values = [point["value"] for point in points]
-        ax.plot(values, [point[name]["rounds_per_second"] for point in points], style, color="black", label=name)
+        rates = [point[name]["rounds_per_second"] for point in points]
+        spreads = [point[name]["spread"] for point in points]
+        below = [rate - 1 / spread["max"] for rate, spread in zip(rates, spreads, strict=True)]
+        above = [1 / spread["min"] - rate for rate, spread in zip(rates, spreads, strict=True)]
+        bars = {"yerr": [below, above], "capsize": 2, "elinewidth": 1}
+        ax.errorbar([point["value"] for point in points], rates, fmt=style, color=COLOURS["fedhdp"], label=name, **bars)
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_xlabel(label)
     ax.set_ylabel("rounds a second")
+    ax.set_title("median; bars: slowest to fastest round", fontsize=8)
+    ax.grid(color=GRID_COLOUR, linewidth=0.6)
     ax.legend(fontsize=7)

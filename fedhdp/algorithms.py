@@ -88,25 +88,52 @@ def fedhdp(mechanism: Mechanism) -> Mechanism:
     """FedHDP: each group has its own noise multiplier z_j and its own weight r_j.
 
     update = (Σ_j r_j Σ_{i∈j} clipped_i + noise) / Σ_j r_j q_j N_j
+
+    Args:
+        mechanism: What the clients chose.
+
+    Returns:
+        The mechanism that is run.
     """
     return mechanism
 
 
 def hdp_fedavg(mechanism: Mechanism) -> Mechanism:
-    """HDP-FedAvg: each group has its own noise multiplier z_j; every update has weight 1."""
+    """HDP-FedAvg: each group has its own noise multiplier z_j; every update has weight 1.
+
+    Args:
+        mechanism: What the clients chose.
+
+    Returns:
+        The mechanism that is run.
+    """
     groups = tuple(replace(group, weight=1.0) for group in mechanism.groups)
     return replace(mechanism, groups=groups)
 
 
 def dp_fedavg(mechanism: Mechanism) -> Mechanism:
-    """DP-FedAvg: every group has the largest noise multiplier, max_j z_j, added once; every update has weight 1."""
+    """DP-FedAvg: every group has the largest noise multiplier, max_j z_j, added once; every update has weight 1.
+
+    Args:
+        mechanism: What the clients chose.
+
+    Returns:
+        The mechanism that is run.
+    """
     strictest = mechanism.max_noise_multiplier
     groups = tuple(replace(group, weight=1.0, noise_multiplier=strictest) for group in mechanism.groups)
     return replace(mechanism, groups=groups, noise="shared")
 
 
 def non_private(mechanism: Mechanism) -> Mechanism:
-    """Non-Private: no noise on updates or clip bits; every update has weight 1. It protects nobody."""
+    """Non-Private: no noise on updates or clip bits; every update has weight 1. It protects nobody.
+
+    Args:
+        mechanism: What the clients chose.
+
+    Returns:
+        The mechanism that is run.
+    """
     clip = mechanism.clip
     if isinstance(clip, AdaptiveClip | LayerClip):
         clip = replace(clip, bit_noise_stddev=0.0)
@@ -115,7 +142,14 @@ def non_private(mechanism: Mechanism) -> Mechanism:
 
 
 def local_only(mechanism: Mechanism) -> Mechanism:
-    """Local training: weight 0 and a fixed clip, so that nothing reaches the server; personal models have pull 0."""
+    """Local training: weight 0 and a fixed clip, so that nothing reaches the server; personal models have pull 0.
+
+    Args:
+        mechanism: What the clients chose.
+
+    Returns:
+        The mechanism that is run.
+    """
     groups = tuple(replace(group, weight=0.0, noise_multiplier=0.0, pull=0.0) for group in mechanism.groups)
     clip = mechanism.clip
     if isinstance(clip, AdaptiveClip | LayerClip):

@@ -108,7 +108,7 @@ def auc(outputs: Array, labels: Array, mask: Array) -> Array:
     if classes == 2:
         return _binary_auc(outputs_NL[:, 1] - outputs_NL[:, 0], label_N == 1, mask_N)
     score_LN, class_L = jax.nn.log_softmax(outputs_NL).T, jnp.arange(classes)
-    return jnp.nanmean(jax.lax.map(lambda one: _binary_auc(one[0], label_N == one[1], mask_N), (score_LN, class_L)))
+    return jnp.nanmean(jax.lax.map(lambda pair: _binary_auc(pair[0], label_N == pair[1], mask_N), (score_LN, class_L)))
 
 
 def _binary_auc(score_N: Array, is_positive_N: Array, mask_N: Array) -> Array:

@@ -41,6 +41,12 @@ def parameter_sizes(parameters: Parameters) -> dict[str, int]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): math.prod(leaf.shape) for path, leaf in leaves}
 
 
+def parameter_bytes(model: Model) -> int:
+    """The bytes of a model's parameters."""
+    leaves = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
 @jax.custom_jvp
 def cross_entropy(logits_NL: Array, label_N: Array) -> Array:
     """The cross entropy of each example.
@@ -139,7 +145,13 @@ def linear(
 
 @lru_cache(maxsize=128)
 def mlp(inputs: int = 784, hidden: int = 50, classes: int = 10) -> Model:
-    """The paper's network for MNIST: one hidden layer of rectified linear units."""
+    """The paper's network for MNIST: one hidden layer of rectified linear units.
+
+    Args:
+        inputs: Numbers of one input, of any shape.
+        hidden: Units of the hidden layer.
+        classes: Outputs.
+    """
 
     def init(key: Array) -> Parameters:
         first, rest = jax.random.split(key)

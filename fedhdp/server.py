@@ -39,61 +39,6 @@ Array = jax.Array
 IntArray = NDArray[np.integer[Any]]
 
 
-class Layers(NamedTuple):
-    """The layers of a model that are clipped one by one: its arrays of parameters in order, with the layer of each.
-
-    Attributes:
-        layer_of: The number of each array's layer, in the order of `Mechanism.layers`.
-        sizes: How many parameters each array has.
-    """
-
-    layer_of: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def number(self) -> int:
-        """The number of layers."""
-        return max(self.layer_of) + 1
-
-    @property
-    def segments(self) -> list[tuple[int, slice]]:
-        """A row of all parameters in parts that belong to one layer each: the layer's number, and the columns."""
-        ends = list(accumulate(self.sizes))
-        parts = [(layer, end - size, end) for layer, size, end in zip(self.layer_of, self.sizes, ends, strict=True)]
-        grouped = [(layer, list(of_layer)) for layer, of_layer in groupby(parts, key=lambda part: part[0])]
-        return [(layer, slice(of_layer[0][1], of_layer[-1][2])) for layer, of_layer in grouped]
-
-    def by_parameter(self, value_L: Array) -> Array:
-        """The value of each parameter's layer."""
-        parts = [jnp.broadcast_to(value_L[layer], columns.stop - columns.start) for layer, columns in self.segments]
-        return jnp.concatenate(parts)
-
-
-def make_layers(mechanism: Mechanism, sizes: Mapping[str, int]) -> Layers | None:
-    """The layer of every array of a model's parameters, or None where the mechanism has a flat clip.
-
-    Args:
-        mechanism: The mechanism.
-        sizes: How many parameters each array has, by its path, in the order of a row of all parameters.
-
-    Raises:
-        InvalidValueError: If an array is in no layer or in several, or a layer has no parameters.
-    """
-    names = mechanism.layers
-    if not names:
-        return None
-    layer_of = []
-    for path in sizes:
-        of_path = [name for name in names if f"{path}/".replace(".", "/").startswith(f"{name}/".replace(".", "/"))]
-        rule = f"such that the parameter {path!r} is in exactly one"
-        require(len(of_path) == 1, "clip.layers", of_path or list(names), rule)
-        layer_of.append(names.index(of_path[0]))
-    for number, name in enumerate(names):
-        rule = f"the path of a parameter or the beginning of several ({', '.join(sizes)})"
-        require(number in layer_of, "clip.layers", name, rule)
-    return Layers(tuple(layer_of), tuple(sizes.values()))
-
-
 class Sums(NamedTuple):
     """The sums over a round's updates: secret, as they have no noise yet."""
 
@@ -327,3 +272,58 @@ def averaged_model(optimizer: ServerOptimizer, state: ServerState) -> Array:
     assert optimizer.average is not None
     average: Array = state.average.ema / (1 - optimizer.average ** jnp.maximum(state.average.count, 1))
     return average
+
+
+class Layers(NamedTuple):
+    """The layers of a model that are clipped one by one: its arrays of parameters in order, with the layer of each.
+
+    Attributes:
+        layer_of: The number of each array's layer, in the order of `Mechanism.layers`.
+        sizes: How many parameters each array has.
+    """
+
+    layer_of: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def number(self) -> int:
+        """The number of layers."""
+        return max(self.layer_of) + 1
+
+    @property
+    def segments(self) -> list[tuple[int, slice]]:
+        """A row of all parameters in parts that belong to one layer each: the layer's number, and the columns."""
+        ends = list(accumulate(self.sizes))
+        parts = [(layer, end - size, end) for layer, size, end in zip(self.layer_of, self.sizes, ends, strict=True)]
+        grouped = [(layer, list(of_layer)) for layer, of_layer in groupby(parts, key=lambda part: part[0])]
+        return [(layer, slice(of_layer[0][1], of_layer[-1][2])) for layer, of_layer in grouped]
+
+    def by_parameter(self, value_L: Array) -> Array:
+        """The value of each parameter's layer."""
+        parts = [jnp.broadcast_to(value_L[layer], columns.stop - columns.start) for layer, columns in self.segments]
+        return jnp.concatenate(parts)
+
+
+def make_layers(mechanism: Mechanism, sizes: Mapping[str, int]) -> Layers | None:
+    """The layer of every array of a model's parameters, or None where the mechanism has a flat clip.
+
+    Args:
+        mechanism: The mechanism.
+        sizes: How many parameters each array has, by its path, in the order of a row of all parameters.
+
+    Raises:
+        InvalidValueError: If an array is in no layer or in several, or a layer has no parameters.
+    """
+    names = mechanism.layers
+    if not names:
+        return None
+    layer_of = []
+    for path in sizes:
+        of_path = [name for name in names if f"{path}/".replace(".", "/").startswith(f"{name}/".replace(".", "/"))]
+        rule = f"such that the parameter {path!r} is in exactly one"
+        require(len(of_path) == 1, "clip.layers", of_path or list(names), rule)
+        layer_of.append(names.index(of_path[0]))
+    for number, name in enumerate(names):
+        rule = f"the path of a parameter or the beginning of several ({', '.join(sizes)})"
+        require(number in layer_of, "clip.layers", name, rule)
+    return Layers(tuple(layer_of), tuple(sizes.values()))

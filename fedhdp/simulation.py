@@ -27,7 +27,8 @@ from fedhdp.engine.examples import engine_config, make_example_store, make_gram_
 from fedhdp.engine.explain import explain
 from fedhdp.engine.groups import client_groups, members_by_group
 from fedhdp.engine.integer_sums import exact_round
-from fedhdp.engine.personal_store import StateArrays, make_personal_store
+from fedhdp.engine.personal_store import MemoryMappedPersonalModels, StateArrays, make_personal_store
+from fedhdp.engine.personal_store import personal_bytes_limit as personal_bytes_limit
 from fedhdp.engine.placement import Placement, make_slot_table
 from fedhdp.engine.round import Engine, EngineConfig, ExampleArrays, RoundParamsBatch
 from fedhdp.errors import ModelError, RunError, require
@@ -36,7 +37,7 @@ from fedhdp.memory import TRAINED_COPIES, require_memory
 from fedhdp.models import Array, Model, Parameters, name_parameters, parameter_sizes, unname_parameters
 from fedhdp.results.metrics import MetricRow, clip_rows, evaluation_rows, round_rows
 from fedhdp.results.schema import MetricInfo, SimulationResult
-from fedhdp.results.store import read_arrays, write_arrays
+from fedhdp.results.store import PERSONAL_STORE_FILE, read_arrays, write_arrays
 from fedhdp.rng import BATCHES, COHORT, MODEL, NOISE, noise_bytes, os_entropy, stream
 from fedhdp.server import Optimizer, ServerOptimizer, ServerState
 
@@ -135,7 +136,8 @@ class Simulation:
         self.placement = Placement(self.engine, self.mechanism, data.train.count_K, by_owner)
         self.examples = make_example_store(self.engine, data.train, self.engine.config.sizes[-1])
         self.gram_K = make_gram_matrices(self.engine, self.examples)
-        self.store = make_personal_store(self.engine, data.num_clients, directory) if personalize else None
+        path = None if directory is None else directory / PERSONAL_STORE_FILE
+        self.store = make_personal_store(self.engine, data.num_clients, path) if personalize else None
         self._evaluation = Evaluation(self.engine, data, self.group_K, self.run_of, metrics)
         self._initialize(initial_model)
         if LOGGER.isEnabledFor(logging.INFO):
@@ -144,6 +146,11 @@ class Simulation:
     def explain(self) -> str:
         """Which path the network takes through the engine, and why."""
         return explain(self.engine.network, self.engine.config.sizes[-1], self.engine.config.layers)
+
+    @property
+    def has_personal_file(self) -> bool:
+        """Whether personal models are in a file, as they do not fit on the devices."""
+        return isinstance(self.store, MemoryMappedPersonalModels)
 
     @property
     def processes(self) -> int:
@@ -450,7 +457,7 @@ def simulate(
     on_round: Callback | None = None,
     on_evaluate: Callable[[Simulation, Any], bool | None] | None = None,
 ) -> SimulationResult:
-    """Train under one mechanism and evaluate. The other arguments and the errors are those of `Simulation`.
+    """Train under one mechanism and evaluate. The arguments that are not listed here are those of `Simulation`.
 
     Args:
         mechanism: The mechanism, or a function that returns that of a round; every round is priced with its own.
@@ -460,6 +467,13 @@ def simulate(
             training.
         on_evaluate: Called with the simulation and the rows of each evaluation that ``evaluate_every`` asks for. False ends
             the training.
+
+    Returns:
+        The model, each client's scores and what was measured.
+
+    Raises:
+        InvalidValueError: If an argument is out of range.
+        DataError: If the data does not fit the groups or the model.
     """
     rule = "a Mechanism or a function of the round (simulate_many takes several)"
     require(isinstance(mechanism, Mechanism) or callable(mechanism), "mechanism", type(mechanism).__name__, rule)
@@ -483,8 +497,12 @@ def simulate_many(
 ) -> list[SimulationResult]:
     """Train under several mechanisms in one program, paired: with the same cohorts, batches and initial model.
 
-    The arguments are those of `simulate`; ``on_evaluate`` gets a list of rows for each mechanism. There is a result for each
-    mechanism, in their order.
+    Args:
+        mechanisms: The mechanisms, all of which draw the same cohorts. The other arguments and the errors are those of
+            `simulate`; ``on_evaluate`` gets a list of rows for each mechanism.
+
+    Returns:
+        A result for each mechanism, in their order.
     """
     for field, value in (("rounds", rounds), ("evaluate_every", rounds if evaluate_every is None else evaluate_every)):
         is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)

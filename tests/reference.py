@@ -107,7 +107,7 @@ def train(data: FederatedData, mechanism: Mechanism, training: LocalTraining, ne
         cohort = sample_cohort(mechanism, members, np.random.default_rng([noise_seed, COHORT, t]))
         batch_key = jax.random.wrap_key_data(stream(seed, BATCHES, t))
         sums = [np.zeros(flat(theta).size) for _ in mechanism.groups]
-        bits, came = [], [0 for _ in mechanism.groups]
+        bits, cohort_sizes = [], [0 for _ in mechanism.groups]
         for j in cohort:
             i = group_of[j]
             start, count = data.train.start_K[j], data.train.count_K[j]
@@ -123,7 +123,7 @@ def train(data: FederatedData, mechanism: Mechanism, training: LocalTraining, ne
                 norm = math.sqrt(float(part @ part))
                 bits[-1].append(1.0 if norm <= S_l else 0.0)
                 sums[i][columns] += part * S_l / max(norm, S_l)
-            came[i] += 1
+            cohort_sizes[i] += 1
 
         # z_Delta: what is left for the update when the bits have taken their share of z. L bits of ±1/2 have norm √L/2.
         root_L = math.sqrt(len(layers))
@@ -136,7 +136,7 @@ def train(data: FederatedData, mechanism: Mechanism, training: LocalTraining, ne
         else:
             sigma = math.sqrt(sum((ri * zi) ** 2 for ri, zi in zip(r, z_update, strict=True)))
         expected = [g.sampling_rate * g.clients for g in mechanism.groups]
-        counts = came if mechanism.sampling == "fixed" else expected
+        counts = cohort_sizes if mechanism.sampling == "fixed" else expected
         key_update, key_bits = jax.random.split(jax.random.wrap_key_data(stream(noise_seed, NOISE, t)))
         noise = root_L * sigma * np.asarray(gaussian(key_update, (flat(theta).size,)), np.float64)  # in clips
         for (columns, _), S_l in zip(layers, S, strict=True):

@@ -102,18 +102,18 @@ def check_empty_round(mechanism: Mechanism) -> None:
 
 def check_resume(mechanism: ScheduledMechanism) -> None:
     """A simulation that goes on from a saved state ends in the same state, to the bit."""
-    whole, interrupted, resumed = (Simulation(DATA, MODEL, mechanism, TRAINING, noise_seed=5) for _ in range(3))
-    whole.run(3)
+    uninterrupted, interrupted, resumed = (Simulation(DATA, MODEL, mechanism, TRAINING, noise_seed=5) for _ in range(3))
+    uninterrupted.run(3)
     interrupted.run(1)
     with tempfile.TemporaryDirectory() as folder:
         interrupted.save(Path(folder) / "state.npz")
         resumed.load(Path(folder) / "state.npz")
     resumed.run(3)
-    assert whole.round == resumed.round == 3
-    for a, b in zip(jax.tree.leaves(whole.server_state), jax.tree.leaves(resumed.server_state), strict=True):
+    assert uninterrupted.round == resumed.round == 3
+    for a, b in zip(jax.tree.leaves(uninterrupted.server_state), jax.tree.leaves(resumed.server_state), strict=True):
         np.testing.assert_array_equal(a, b)
     clients = np.arange(DATA.num_clients)
-    np.testing.assert_array_equal(whole.personal_models(clients), resumed.personal_models(clients))
+    np.testing.assert_array_equal(uninterrupted.personal_models(clients), resumed.personal_models(clients))
 
 
 def check_configuration(mechanism: Mechanism) -> None:

@@ -60,10 +60,10 @@ def test_networks_agree(modules, monkeypatch, name):
     data = work.data()._replace(server_x_N=work.data().server_x_N[:20], server_y_N=work.data().server_y_N[:20])
     expected = w.loss(work, model, data)
     for network in ("jax", "flax", "built-in") if name != "sequence" else ("jax", "flax"):
-        made = fedhdp_rounds.make_model(work, network)
-        layout = fedhdp_rounds.Layout(work, network, jax.eval_shape(made.init, jax.random.key(0)))
-        logits = made.apply(layout.to_model(model), jax_networks.inputs(work, data.server_x_N), None)
-        assert float(made.loss(logits, data.server_y_N).mean()) == pytest.approx(expected, rel=1e-4)
+        built = fedhdp_rounds.make_model(work, network)
+        layout = fedhdp_rounds.Layout(work, network, jax.eval_shape(built.init, jax.random.key(0)))
+        logits = built.apply(layout.to_model(model), jax_networks.inputs(work, data.server_x_N), None)
+        assert float(built.loss(logits, data.server_y_N).mean()) == pytest.approx(expected, rel=1e-4)
         back = layout.from_model(layout.to_model(model))
         assert all(np.array_equal(back[key], part) for key, part in model.items())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import itertools
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import fedhdp
+from fedhdp.engine.low_rank import Parametrization
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fedhdp"
@@ -57,8 +59,8 @@ def imports() -> list[tuple[str, str]]:
             if isinstance(node, ast.Import):
                 modules += [(str(path.relative_to(PACKAGE)), alias.name) for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module:
-                whole = node.module == "fedhdp"
-                names = [f"fedhdp.{alias.name}" for alias in node.names] if whole else [node.module]
+                is_package = node.module == "fedhdp"
+                names = [f"fedhdp.{alias.name}" for alias in node.names] if is_package else [node.module]
                 modules += [(str(path.relative_to(PACKAGE)), name) for name in names]
     return modules
 
@@ -145,3 +147,53 @@ def test_every_command_and_option_has_help():
     for words, command in all_commands:
         assert command.help, words
         assert [option.name for option in command.params if not option.help] == [], words
+
+
+def test_engine_is_imported_where_clients_train_alone():
+    users = {file for file, module in imports() if module.startswith("fedhdp.engine") and part(file) != "engine"}
+    assert users == {"simulation.py", "flower/trainer.py", "experiments/audit/training.py"}
+
+
+def functions(path: Path) -> dict[str, ast.FunctionDef]:
+    """The functions and methods of a file by name."""
+    return {node.name: node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def test_algorithm_1_is_in_one_function():
+    local_train = functions(PACKAGE / "client.py")["local_train"]
+    assert local_train.end_lineno - local_train.lineno + 1 <= 40
+    update = re.compile(r"pull \* \(")
+    assert [path.name for path in PACKAGE.rglob("*.py") if update.search(path.read_text())] == ["client.py"]
+
+
+def test_parametrization_has_five_methods():
+    methods = [name for name, value in vars(Parametrization).items() if callable(value) and not name.startswith("_")]
+    assert len(methods) <= 5
+
+
+def test_one_round_in_the_docs_is_what_is_called():
+    text = (ROOT / "docs" / "explanation" / "design.md").read_text()
+    lines = text.partition("## One round, call by call")[2].partition("```text\n")[2].partition("\n```")[0].splitlines()
+    assert 10 < len(lines) <= 15
+    for line in lines:
+        name, file = line.split()[:2]
+        assert (
+            name.split(".")[-1] in functions(PACKAGE / file)
+            or f"self.{name.split('.')[-1]} = jax.jit" in (PACKAGE / file).read_text()
+        ), line
+
+
+def test_readme_maps_the_package():
+    text = (ROOT / "README.md").read_text()
+    package_map = text.partition("```text\nfedhdp/\n")[2].partition("```")[0]
+    paths = [path for path in PACKAGE.iterdir() if path.name[0] not in "_." and path.name != "py.typed"]
+    names = [f" {path.name}/" if path.is_dir() else f" {path.name}" for path in paths]
+    assert [name for name in names if name not in package_map] == []
+
+
+@pytest.mark.parametrize("name", sorted(set(fedhdp.__all__) - {"__version__"}))
+def test_public_names_document_arguments_and_results(name):
+    value = getattr(fedhdp, name)
+    text = inspect.getdoc(value) or ""
+    assert "Args:" in text or "Attributes:" in text
+    assert isinstance(value, type) or "Returns:" in text or inspect.signature(value).return_annotation == "Model"

@@ -162,7 +162,7 @@ def test_labels_that_do_not_fit_a_metric_are_refused(name, labels):
 
 
 def test_names_replace_a_models_metrics():
-    mine = Metric("mine", lambda outputs, labels: 0.0)
-    assert replace_metrics((mine, "f1"), ()) == (mine, "f1")
-    assert replace_metrics((mine, "f1"), ("auc", "mine")) == ("auc", mine)
+    metric = Metric("mine", lambda outputs, labels: 0.0)
+    assert replace_metrics((metric, "f1"), ()) == (metric, "f1")
+    assert replace_metrics((metric, "f1"), ("auc", "mine")) == ("auc", metric)
     assert set(NAMES) == {*BUILT_IN, "loss"}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -19,14 +17,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fedhdp.experiments.config import Experiment
+    from fedhdp.experiments.costs import ExperimentCost
     from fedhdp.flower.config import Deployment
-    from fedhdp.mechanism import Sampling, ScheduledMechanism
+    from fedhdp.mechanism import Sampling
     from fedhdp.privacy.reports import GroupReport, LevelReport, MechanismReport
     from fedhdp.privacy.rounds import RoundsReport
     from fedhdp.privacy.tuning import Tuning
 
 Number = TypeVar("Number", int, float)
-REPEATABLE = "Noise or cohorts come from a given seed, so nothing is private."
 BAR_WIDTH = 40  # of the longest bar of the curve, in characters
 
 
@@ -160,67 +158,19 @@ def _account_named(
 
 
 def _account_experiment(experiment: Experiment, tuning: Tuning | None, json: bool, page: Path | None) -> None:
-    from fedhdp.privacy.reports import account_mechanisms
+    from fedhdp.experiments.costs import account_experiment
 
-    data = experiment.load_if_needed()
-    mechanism = experiment.build_mechanism(data)
-    mechanisms = experiment.variant_mechanisms(mechanism, data)
-    unstated = {config.name for config in experiment.mechanism.groups if config.weight is None}
-    weights = {group.name: group.weight for group in mechanism.sampled_groups if group.name in unstated}
-    variants = [(variant.name, mechanism) for variant, mechanism in zip(experiment.variants, mechanisms, strict=True)]
-    targets = [experiment.epsilon_targets(variant) for variant in experiment.variants]
-    accountant = experiment.run_accountant
-    reports = account_mechanisms(variants, experiment.rounds, experiment.delta_of, accountant, targets, tuning)
-    allowed = _rounds_allowed(experiment, mechanisms)
-    drops_groups = experiment.on_budget_exhausted == "drop_group" and bool(experiment.budgets)
-    notes = _notes(experiment, weights, allowed)
+    cost = account_experiment(experiment, tuning)
     if json:
-        trials = None if tuning is None else str(tuning)
-        header = {"experiment": experiment.name, "accountant": accountant, "tuning": trials, "theory_weights": weights}
-        run = {"drops_groups": drops_groups, "repeatable": experiment.repeatable, "rounds_allowed": allowed}
-        print_json(header | run | {"mechanisms": reports})
+        print_json(cost)
     else:
-        _print_mechanisms(experiment.name, reports, tuning, drops_groups)
-        for note in notes:
+        _print_mechanisms(cost, tuning)
+        for note in cost.notes:
             console().print(note, style="yellow")
     if page is not None:
         from fedhdp.report.cost_page import mechanisms_page
 
-        write_file(page, mechanisms_page(experiment.name, reports, notes), json)
-
-
-def _notes(experiment: Experiment, weights: Mapping[str, float], allowed: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """What else a reader of an experiment's epsilons must know."""
-    notes = []
-    if set(weights.values()) - {1.0}:
-        parts = ", ".join(f"{name} {weight:.3g}" for name, weight in weights.items())
-        notes.append(f"Weights that no group or variant states are the theory's: {parts}.")
-    for variant, rounds in allowed.items():
-        for group, number in rounds.items():
-            if number < experiment.rounds:
-                text = f"{variant}: the budget of {group} allows {number} of {experiment.rounds} rounds"
-                notes.append(f"{text}, after what the ledger and earlier variants charge.")
-    return [*notes, REPEATABLE] if experiment.repeatable else notes
-
-
-def _rounds_allowed(experiment: Experiment, mechanisms: list[ScheduledMechanism]) -> dict[str, dict[str, int]]:
-    """For each training, by the name of its first variant: how many rounds the budgets allow, by group."""
-    from fedhdp.privacy.ledger import Ledger
-    from fedhdp.privacy.reports import rounds_allowed
-
-    if experiment.ledger is None or experiment.repeatable:
-        return {}
-    first_of: dict[tuple[object, ...], int] = {}  # variants that differ in pulls alone are charged once
-    for number, mechanism in enumerate(mechanisms):
-        training = (getattr(mechanism, "without_pulls", mechanism), *experiment.overrides(number))
-        first_of.setdefault(training, number)
-    names = [experiment.variants[number].name for number in first_of.values()]
-    trainings = [mechanisms[number] for number in first_of.values()]
-    with contextlib.ExitStack() as stack:
-        exists = Path(experiment.ledger).exists()
-        ledger = stack.enter_context(Ledger(experiment.ledger, read_only=True)) if exists else None
-        allowed = rounds_allowed(ledger, trainings, experiment.budgets, experiment.rounds)
-    return dict(zip(names, allowed, strict=True))
+        write_file(page, mechanisms_page(cost.experiment, cost.mechanisms, cost.notes), json)
 
 
 def _account_app(deployment: Deployment, json: bool, page: Path | None) -> None:
@@ -228,9 +178,8 @@ def _account_app(deployment: Deployment, json: bool, page: Path | None) -> None:
     from fedhdp.privacy.reports import account_levels
 
     mechanism = deployment.mechanism(dict.fromkeys(deployment.levels, 1))
-    reports = account_levels(
-        mechanism, deployment.rounds, deployment.delta_of, deployment.budgets, deployment.epsilon_targets
-    )
+    stated = (deployment.budgets, deployment.epsilon_targets, deployment.stated_weights)
+    reports = account_levels(mechanism, deployment.rounds, deployment.delta_of, *stated)
     levels = sorted(reports, key=lambda report: deployment.levels_by_strictness.index(report.level))
     if json:
         header = {
@@ -262,7 +211,7 @@ def _print_levels(deployment: Deployment, sampling: Sampling, levels: list[Level
             level.level + ("" if number else " (default)"),
             f"{level.sampling_rate:g}",
             f"{level.noise_multiplier:.4g}",
-            f"{level.weight:g}",
+            "theory's" if level.weight is None else f"{level.weight:g}",
             f"{level.delta:g}",
             epsilon_text(level.epsilon_target),
             epsilon_text(level.epsilon),
@@ -273,13 +222,10 @@ def _print_levels(deployment: Deployment, sampling: Sampling, levels: list[Level
         "Each level guarantees this whatever levels others choose: their choices can add noise, never remove it. The "
         "server's ledger adds up all runs, by the same accountant; rounds that a crash interrupts are charged again."
     )
-    if unweighted := [name for name, level in deployment.levels.items() if level.weight is None]:
-        out.print(
-            f"No weight is stated for {', '.join(unweighted)}, so it is 1. The best weights depend on how many clients "
-            "choose each level: see fedhdp plan."
-        )
+    if any(level.weight is None for level in levels):
+        out.print("Weights that are not stated are the theory's, for the clients who have enrolled (fedhdp plan).")
     if deployment.repeatable:
-        out.print(REPEATABLE, style="yellow")
+        out.print("Noise or cohorts come from a given seed, so nothing is private.", style="yellow")
 
 
 def _print_rounds(report: RoundsReport) -> None:
@@ -331,15 +277,16 @@ def _print_curve(out: Console, report: RoundsReport) -> None:
         out.print(bar, style="cyan")
 
 
-def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning | None, drops_groups: bool) -> None:
+def _print_mechanisms(cost: ExperimentCost, tuning: Tuning | None) -> None:
     from fedhdp.privacy.accounting import pluralize
     from fedhdp.privacy.costs import SAMPLER
 
-    out, groups = console(), reports[0].groups
+    out, reports = console(), cost.mechanisms
+    groups = reports[0].groups
     basis = f"{SAMPLER[groups[0].sampling]}, {groups[0].adjacency}, {groups[0].accountant.upper()} accountant"
-    out.print(f"{name}: epsilon of each group after {pluralize(groups[0].rounds)} ({basis})")
-    asked = any(group.epsilon_target is not None for report in reports for group in report.groups)
-    columns = ["ε asked"] * asked + ["ε"] + ["ε tuned"] * (tuning is not None)
+    out.print(f"{cost.experiment}: epsilon of each group after {pluralize(groups[0].rounds)} ({basis})")
+    has_targets = any(group.epsilon_target is not None for report in reports for group in report.groups)
+    columns = ["ε asked"] * has_targets + ["ε"] + ["ε tuned"] * (tuning is not None)
     rows = new_table(("variant", "group"), ("clients", "q", "z", "delta", *columns))
     for report in reports:
         for number, group in enumerate(report.groups):
@@ -350,7 +297,7 @@ def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning 
                 f"{group.sampling_rate:g}",
                 _noise_text(group),
                 f"{group.delta:g}",
-                *([epsilon_text(group.epsilon_target)] if asked else []),
+                *([epsilon_text(group.epsilon_target)] if has_targets else []),
                 epsilon_text(group.epsilon),
                 *([] if tuning is None else [epsilon_text(group.epsilon_tuned)]),
                 end_section=number == len(report.groups) - 1,
@@ -360,7 +307,7 @@ def _print_mechanisms(name: str, reports: list[MechanismReport], tuning: Tuning 
         out.print(line)
     for line in delta_warnings(max(group.delta for group in groups), sum(group.clients for group in groups)):
         out.print(line, style="yellow")
-    if drops_groups:
+    if cost.drops_groups:
         out.print(
             "A group whose budget is exhausted is dropped, and with it the noise that it required. From then on the "
             "other groups get the noise of their level alone, and may reach a larger epsilon than this."

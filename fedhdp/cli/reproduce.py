@@ -20,11 +20,10 @@ from fedhdp.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedhdp.reproduction.render import TextTable
-    from fedhdp.reproduction.summary import Comparison, Line
+    from fedhdp.reproduction.summary import Comparison
     from fedhdp.reproduction.tables import Part
 
 
-PUBLISHED = {"fedhdp": "best FedHDP", "dp_fedavg": "DP-FedAvg"}  # whose accuracy in the paper is a line of the page
 TableName = Annotated[
     str | None,
     typer.Argument(
@@ -233,17 +232,10 @@ def _write_page(folder: Path, comparison: Comparison, json: bool) -> None:
     """Write the page of the table's runs, where they are there, with the paper's numbers of the global model."""
     from fedhdp.cli.report import write_page
     from fedhdp.reproduction.runs import run_directories
+    from fedhdp.reproduction.summary import paper_accuracies
 
-    best = {line.key.algorithm: _paper_accuracy(line) for line in sorted(comparison.global_lines, key=_paper_accuracy)}
-    lines = [(f"paper: {name}", best[algorithm]) for algorithm, name in PUBLISHED.items() if best.get(algorithm)]
     if directories := run_directories(folder):
-        write_page(folder, directories, lines, json)
-
-
-def _paper_accuracy(line: Line) -> float:
-    """The paper's accuracy of the global model; 0 where it has none."""
-    cell = line.cells.get("acc_g")
-    return (cell.paper if cell is not None else None) or 0.0
+        write_page(folder, directories, paper_accuracies(comparison), json)
 
 
 def _print_difference(comparison: Comparison, rows: list[str], column: str) -> None:

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedhdp.client import ClientData, LocalTraining, Schedule, TrainedModel, local_train
-from fedhdp.engine.low_rank import ClientUpdates, Parametrization
+from fedhdp.engine.low_rank import ClientUpdates, Parametrization, parametrize
+from fedhdp.engine.network import Network
 from fedhdp.models import Array, Model, Parameters, take
 
 
@@ -102,6 +103,40 @@ def client_updates(
 def _one_by_one(function: Callable[..., Parameters]) -> Callable[..., Parameters]:
     """The function of a client, or of a model, as a function of some, which are taken one after the other."""
     return lambda *args: jax.lax.map(lambda of_one: function(*of_one), args)
+
+
+def train_clients(
+    model: Model,
+    training: LocalTraining,
+    theta: Parameters,
+    x_CM: Array,
+    y_CM: Array,
+    key_C: Array,
+    rates: Array,
+    personal_CV: Parameters | None = None,
+    pull_CV: Array | None = None,
+) -> tuple[Parameters, Parameters | None]:
+    """ClientUpdate of Algorithm 1 outside of a simulation's rounds, for clients with as many examples each.
+
+    Args:
+        theta: The global model of the round.
+        x_CM: Their inputs, as the model gets them.
+        personal_CV: Their personal models, or None without personalization.
+        pull_CV: The pull of each personal model.
+
+    Returns:
+        Each client's update as parameters, and its personal models after the round.
+    """
+    clients, count = y_CM.shape[:2]
+    pull_CV = jnp.zeros((clients, 0)) if pull_CV is None else pull_CV
+    network = Network(model, jax.ShapeDtypeStruct(x_CM.shape[2:], x_CM.dtype), training)
+    parametrization = parametrize(network, take(theta, None), np.zeros(pull_CV.shape[1], int), x_CM)
+    chunk = Clients(y_CM, jnp.full(clients, count), pull_CV, key_C)
+    updates, personal_CV = client_updates(
+        model, training, parametrization, chunk, personal_CV, rates, uniform_size=True
+    )
+    update_CR = parametrization.to_params(updates.update_CR, None)
+    return jax.tree.map(lambda leaf_CR: leaf_CR[:, 0], update_CR), personal_CV
 
 
 def _start(training: LocalTraining, theta: Parameters, rate: Array) -> TrainedModel:

@@ -74,11 +74,8 @@ class Parametrization(Protocol):
         Where layers are clipped one by one, scale_CL has a scale for each.
         """
 
-    def write_out(self, update_C: Parameters) -> Parameters:
-        """The update of each client for one global model, as its parameters."""
-
-    def to_params(self, theta_CV: Parameters, personal_CV: Parameters) -> Parameters:
-        """The trained personal models as parameters; ``personal_CV`` are those before training."""
+    def to_params(self, theta_CV: Parameters, personal_CV: Parameters | None) -> Parameters:
+        """Trained personal models as parameters, from those before training; without these, updates written out."""
 
 
 def uses_low_rank(network: Network, capacity: int, layers: Layers | None = None) -> bool:
@@ -133,12 +130,8 @@ class FullRank:
         total = _weighted_sum(scale_C, update_C, None if self.layers is None else self.layers.layer_of)
         return self.split.transpose(total)
 
-    def write_out(self, update_C: Parameters) -> Parameters:
-        """The updates as they are."""
-        return self.split.transpose(update_C)
-
-    def to_params(self, theta_CV: Parameters, personal_CV: Parameters) -> Parameters:
-        """The models as they are."""
+    def to_params(self, theta_CV: Parameters, personal_CV: Parameters | None) -> Parameters:
+        """The models, or updates, as they are."""
         return self.split.transpose(theta_CV)
 
 
@@ -282,18 +275,14 @@ class LowRank:
         rest_sum = _weighted_sum(scale_C, update_C["rest"], rest)
         return self.split.transpose(self._params(w_HF.T, jnp.sum(A_CMH, axis=(0, 1)), rest_sum, vmaps=0))
 
-    def write_out(self, update_C: Parameters) -> Parameters:
-        """Xᵀ·A for each client, and the updates of the others."""
-        w_CHF = jnp.einsum("cmh,cmf->chf", update_C["A"], self.x_CMF, precision=EXACT)
-        w_CFH, b_CH = jnp.swapaxes(w_CHF, 1, 2), jnp.sum(update_C["A"], axis=1)
-        return self.split.transpose(self._params(w_CFH, b_CH, update_C["rest"], vmaps=1))
-
-    def to_params(self, theta_CV: Parameters, personal_CV: Parameters) -> Parameters:
-        """W = W0 + a·(Wstart − W0) + Xᵀ·A."""
-        A_CVMH = theta_CV["A"]
-        w_CVFH, b_CVH = jnp.einsum("cmf,cvmh->cvfh", self.x_CMF, A_CVMH), jnp.sum(A_CVMH, axis=2)
-        change_CV = jax.tree.leaves(self._params(w_CVFH, b_CVH, theta_CV["rest"], vmaps=2))
-        leaves = []
+    def to_params(self, theta_CV: Parameters, personal_CV: Parameters | None) -> Parameters:
+        """W = W0 + a·(Wstart − W0) + Xᵀ·A for models, and Xᵀ·A for updates, which are clipped afterwards."""
+        A_CVMH, precision = theta_CV["A"], EXACT if personal_CV is None else None
+        w_CVFH = jnp.einsum("cmf,cvmh->cvfh", self.x_CMF, A_CVMH, precision=precision)
+        written_CV = self._params(w_CVFH, jnp.sum(A_CVMH, axis=2), theta_CV["rest"], vmaps=2)
+        if personal_CV is None:
+            return self.split.transpose(written_CV)
+        change_CV, leaves = jax.tree.leaves(written_CV), []
         starts_CV = jax.tree.leaves(self.split.transpose(personal_CV))
         for number, (leaf_R, start_CV) in enumerate(zip(self.leaf_R, starts_CV, strict=True)):
             leaf_CV = change_CV[number]

@@ -117,7 +117,7 @@ class SplitNetwork:
         self.is_split = not self.of_client.program.effects and all(
             self.of_client.agrees(network.traced(size, has_key=True)) for size in network.batch_sizes(capacity)
         )
-        first = self.of_client.first_layer
+        first = None if self.of_client.program.effects else self.of_client.first_layer
         self.first_layer = first if self.is_split and network.is_plain_sgd else None
         self._transposed_leaves = set(self.of_client.transposed) - {None if first is None else first.weight}
 

@@ -24,10 +24,9 @@ from fedhdp.engine.examples import GIB, memories
 from fedhdp.engine.placement import CohortLayout
 from fedhdp.engine.round import Engine
 from fedhdp.errors import RunError
-from fedhdp.models import Array, Model, Parameters
+from fedhdp.models import Array, Parameters, parameter_bytes
 
 StateArrays = Mapping[str, np.ndarray | Callable[[], np.ndarray]]
-FILE_NAME = "personal.bin"
 PART = 256  # clients whose models are written to a checkpoint at a time
 NO_ROW = -1  # the row of a client who has no models
 ROW_TYPE = np.dtype(np.float32)
@@ -93,12 +92,11 @@ class MemoryMappedPersonalModels:
 
     A round works in a staging buffer on the devices, with room for a cohort. Its models are written when the next round
     checks models out, to rows that neither a client nor the last checkpoint refers to. So a checkpoint's rows are never
-    overwritten, and a run that was killed resumes from it. Without a directory the file is temporary.
+    overwritten, and a run that was killed resumes from it. Without a path the file is temporary.
     """
 
-    def __init__(self, engine: Engine, clients: int, directory: Path | None):
-        self.engine = engine
-        self.path = None if directory is None else directory / FILE_NAME
+    def __init__(self, engine: Engine, clients: int, path: Path | None):
+        self.engine, self.path = engine, path
         self.shapes = [(len(engine.run_V), *leaf.shape) for leaf in jax.tree.leaves(engine.like)]
         self.offsets = np.cumsum([0, *(int(np.prod(shape)) for shape in self.shapes)])
         self.row_bytes = int(self.offsets[-1]) * ROW_TYPE.itemsize
@@ -255,17 +253,11 @@ def personal_bytes_limit() -> int:
     return (96 if jax.default_backend() == "gpu" else 3) * memories() * GIB
 
 
-def personal_bytes(model: Model, clients: int) -> int:
-    """The size of one personal model for each client."""
-    leaves = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
-    return clients * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-
-
 def make_personal_store(
-    engine: Engine, clients: int, directory: Path | None
+    engine: Engine, clients: int, path: Path | None
 ) -> ShardedPersonalModels | MemoryMappedPersonalModels:
-    """Personal models on the devices if they fit there, else in a file in the directory."""
-    size = len(engine.run_V) * personal_bytes(engine.model, clients)
+    """Personal models on the devices if they fit there, else in this file, or without a path in a temporary one."""
+    size = len(engine.run_V) * clients * parameter_bytes(engine.model)
     if size <= personal_bytes_limit():
         return ShardedPersonalModels(engine, clients)
-    return MemoryMappedPersonalModels(engine, clients, directory)
+    return MemoryMappedPersonalModels(engine, clients, path)

@@ -188,7 +188,7 @@ def _find_pooled(program: Program, eqn: JaxprEqn) -> PooledConvolution | None:
     label_of = dict(zip(params["dimension_numbers"].out_spec, "NCHW", strict=True))
     outputs = shape_of(var)[params["dimension_numbers"].out_spec[1]]
     axes, bias, has_units, is_pooled = [label_of[axis] for axis in _long(var)], None, False, False
-    found = None
+    pooled = None
     while (consumer := program.only_consumer(var)) is not None:
         after, name = consumer.outvars[0], consumer.primitive.name
         if name == "add" and bias is None and not has_units:
@@ -213,8 +213,8 @@ def _find_pooled(program: Program, eqn: JaxprEqn) -> PooledConvolution | None:
         var = after
         if is_pooled:
             inputs = (*eqn.invars, *([] if bias is None else [bias]))
-            found = PooledConvolution(var, "".join(axes), has_units, inputs)
-    return found
+            pooled = PooledConvolution(var, "".join(axes), has_units, inputs)
+    return pooled
 
 
 def _long(var: Var) -> list[int]:

@@ -285,8 +285,8 @@ class Engine:
             self.model, self.training, parametrization, clients, personal_CV, inputs.rates, uniform_size
         )
         if self.config.exact:
-            each_run = jax.vmap(parametrization.write_out, in_axes=1, out_axes=1)(updates_R.update_CR)
-            return jax.vmap(jax.vmap(lambda update: ravel_pytree(update)[0]))(each_run), personal_CV
+            update_CR = parametrization.to_params(updates_R.update_CR, None)
+            return jax.vmap(jax.vmap(lambda update: ravel_pytree(update)[0]))(update_CR), personal_CV
 
         def sum_run(params: RoundParams, clip: Array, update_C: Parameters, norm_C: Array) -> Sums:
             def weighted_sum(scale_C: Array) -> Array:

@@ -207,7 +207,7 @@ _CONSTANT_RULES: dict[str, Callable[[JaxprEqn, Any], Constant]] = {
 }
 
 
-def same_rows(first: Program, second: Program, wanted: Sequence[Var], kind_of: dict[Var, Kind]) -> bool:
+def same_rows(first: Program, second: Program, variables: Sequence[Var], kind_of: dict[Var, Kind]) -> bool:
     """Whether two programs, traced for other numbers of examples, compute these variables of the first in the same way.
 
     Shapes and settings may differ where one has its number of examples and the other its own, and nowhere else: a program
@@ -216,28 +216,30 @@ def same_rows(first: Program, second: Program, wanted: Sequence[Var], kind_of: d
     if len(first.eqns) != len(second.eqns):
         return False
     size = {first.examples: second.examples}
-    needed = set(wanted)
-    for one, other in zip(reversed(first.eqns), reversed(second.eqns), strict=True):
-        if not needed & set(one.outvars):
+    needed = set(variables)
+    for eqn, other in zip(reversed(first.eqns), reversed(second.eqns), strict=True):
+        if not needed & set(eqn.outvars):
             continue
-        if not _same_eqn(one, other, size) or not all(map(_is_named_alike(first, second), one.invars, other.invars)):
+        if not _same_eqn(eqn, other, size) or not all(map(_is_named_alike(first, second), eqn.invars, other.invars)):
             return False
-        for a, b in zip(one.outvars, other.outvars, strict=True):
+        for a, b in zip(eqn.outvars, other.outvars, strict=True):
             if not _same_shape(shape_of(a), shape_of(b), kind_of.get(a), size):
                 return False
-        needed |= {atom for atom in one.invars if isinstance(atom, Var)}
+        needed |= {atom for atom in eqn.invars if isinstance(atom, Var)}
     return True
 
 
 def _is_named_alike(first: Program, second: Program) -> Callable[[Any, Any], bool]:
     """Whether two atoms are the same place of their programs, or the same value."""
-    given = dict(zip((first.x, *first.leaves, *first.keys), (second.x, *second.leaves, *second.keys), strict=True))
+    counterpart = dict(
+        zip((first.x, *first.leaves, *first.keys), (second.x, *second.leaves, *second.keys), strict=True)
+    )
 
     def alike(a: Any, b: Any) -> bool:
         if isinstance(a, Literal) or isinstance(b, Literal):
             return isinstance(a, Literal) and isinstance(b, Literal) and _same_value(a.val, b.val)
-        if a in given:
-            return given[a] is b
+        if a in counterpart:
+            return counterpart[a] is b
         if a in first.constants:
             return b in second.constants and _same_value(first.constants[a], second.constants[b])
         return b in second.number_of and first.number_of[a] == second.number_of[b]

@@ -51,8 +51,8 @@ class FirstLayer(NamedTuple):
 
 def find_first_layer(program: Program, kind_of: dict[Var, Kind]) -> FirstLayer | None:
     """The first layer with most weights; None where there is none."""
-    found = [layer for eqn in program.eqns for side in (0, 1) if (layer := _layer(program, kind_of, eqn, side))]
-    return max(found, key=lambda layer: layer.inputs * layer.units, default=None)
+    layers = [layer for eqn in program.eqns for side in (0, 1) if (layer := _layer(program, kind_of, eqn, side))]
+    return max(layers, key=lambda layer: layer.inputs * layer.units, default=None)
 
 
 def _layer(program: Program, kind_of: dict[Var, Kind], eqn: JaxprEqn, side: int) -> FirstLayer | None:

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from fedhdp.engine import personal_store
 from fedhdp.experiments.config import Experiment
 from fedhdp.experiments.file_data import opted_out
 from fedhdp.experiments.start import StartCost
 from fedhdp.experiments.toml import without_none
 from fedhdp.experiments.variant import Variant
 from fedhdp.mechanism import SERVER, Mechanism, ScheduledMechanism, mechanism_at
+from fedhdp.models import parameter_bytes
 from fedhdp.privacy.accounting import pluralize
 from fedhdp.privacy.budget import BudgetExhausted, RunBilling
 from fedhdp.privacy.costs import PrivacyCost, scheduled_costs
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results.loggers import LoggedVariant, VariantLog
 from fedhdp.results.schema import ACCURACY, MetricInfo, MetricRow, VariantResult, account_groups, attach_metrics
-from fedhdp.results.store import Extension, VariantDirectory, encode_json
+from fedhdp.results.store import (
+    HISTORY_FILE,
+    DamagedRunError,
+    Extension,
+    VariantDirectory,
+    encode_json,
+    history_checksum,
+)
 from fedhdp.simulation import Simulation
 
 KEPT_CHECKPOINT_BYTES = 2**28  # up to which a finished run keeps its checkpoint unless the experiment says otherwise
@@ -84,7 +91,7 @@ class VariantBatch:
         self.checkpoint_pause = experiment.checkpoint_seconds
         self.stopped: str | None = None
         self.start_cost = start_cost
-        self.asked = extensions[-1].epsilon_targets if extensions else {}
+        self.first_targets = extensions[-1].epsilon_targets if extensions else {}
         self.notes = [extension_note(extensions, experiment.rounds)] if extensions else []
         self._restore()
 
@@ -104,7 +111,15 @@ class VariantBatch:
         last_shown = max((row.round for history in histories for row in history), default=0)
         self.replayed_rounds.extend(range(self.simulation.round, last_shown))
         self.simulation.histories = [part.history(until=self.simulation.round) for part in self.parts]
+        self._check_histories(checkpoint)
         self.has_lost_rows = histories != self.simulation.histories
+
+    def _check_histories(self, checkpoint: Mapping[str, np.ndarray]) -> None:
+        """Refuse histories that are not those of the checkpoint."""
+        checksums = checkpoint["histories"].tolist() if "histories" in checkpoint else []
+        for part, rows, (number, checksum) in zip(self.parts, self.simulation.histories, checksums, strict=False):
+            if history_checksum(rows[: int(number)]) != checksum:
+                raise DamagedRunError(f"{part.path / HISTORY_FILE} is damaged, or was changed after it was written")
 
     @property
     def seconds(self) -> float:
@@ -241,6 +256,8 @@ class VariantBatch:
         """Save the state from which the batch resumes."""
         counts = {"seconds": np.array(self.seconds), "replayed_rounds": np.array(self.replayed_rounds, int)}
         names = {"variants": np.array([variant.name for variant in self.variants])}
+        histories = [(str(len(rows)), history_checksum(rows)) for rows in self.simulation.histories]
+        names["histories"] = np.array(histories)  # their rows so far, and the checksum of these
         self.parts[0].save_checkpoint({**self.simulation.state_arrays(), **counts, **names})
 
     def _start_notes(self, mechanism: Mechanism, costs_of: Callable[[str], Iterable[PrivacyCost]]) -> list[str]:
@@ -263,7 +280,7 @@ class VariantBatch:
             return self.experiment.keep_checkpoint
         simulation = self.simulation
         participants = 0 if simulation.store is None else int(simulation.participated_K.sum())
-        size = personal_store.personal_bytes(simulation.engine.model, participants) * len(self.variants)
+        size = parameter_bytes(simulation.engine.model) * participants * len(self.variants)
         return size <= KEPT_CHECKPOINT_BYTES
 
     def _finish(self) -> list[VariantResult]:
@@ -275,7 +292,7 @@ class VariantBatch:
         experiment, columns = self.experiment, (self.variants, self.billings, self.simulation.schedules)
         for variant, billing, schedule, history in zip(*columns, self.simulation.histories, strict=True):
             costs_of = partial(billing.costs, rounds=rounds)
-            targets = self.asked.get(variant.name) or experiment.epsilon_targets(variant)
+            targets = self.first_targets.get(variant.name) or experiment.epsilon_targets(variant)
             mechanism = mechanism_at(schedule, max(rounds - 1, 0))  # with all groups, also those that were dropped
             groups = account_groups(
                 mechanism, costs_of, experiment.delta_of, experiment.run_accountant, targets, public
@@ -297,8 +314,6 @@ class VariantBatch:
             variant_scores = {name: score_KV[:, number].astype(np.float32) for name, score_KV in scores.items()}
             parameters = self.simulation.named_parameters(number)
             self.parts[number].finish(parameters, results[number], variant_scores, keep)
-        if not keep:
-            (self.parts[0].path / personal_store.FILE_NAME).unlink(missing_ok=True)
         return results
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -171,6 +171,21 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         variant, path = self.variants[number], f"variants[{number}]"
         training = _override(self.training, variant.training, f"{path}.training")
         return training, _override(self.server, variant.server, f"{path}.server")
+
+    def by_training(self, mechanisms: Sequence[ScheduledMechanism]) -> list[list[int]]:
+        """The variants by global training: those that differ in their pulls alone share one.
+
+        Args:
+            mechanisms: The mechanism of each variant.
+
+        Returns:
+            For each training the numbers of its variants.
+        """
+        numbers_of: dict[tuple[object, ...], list[int]] = {}
+        for number, mechanism in enumerate(mechanisms):
+            training = getattr(mechanism, "without_pulls", mechanism), *self.overrides(number)
+            numbers_of.setdefault(training, []).append(number)
+        return list(numbers_of.values())
 
     @property
     def _default_accountant(self) -> Accountant:

@@ -21,7 +21,6 @@ import numpy as np
 
 from fedhdp.data import FederatedData
 from fedhdp.devices import use_cpu_cores
-from fedhdp.engine.personal_store import MemoryMappedPersonalModels, StateArrays
 from fedhdp.errors import RunError
 from fedhdp.experiments.bases import build_model
 from fedhdp.experiments.config import Experiment
@@ -29,7 +28,7 @@ from fedhdp.experiments.toml import from_toml, to_toml
 from fedhdp.mechanism import Mechanism, ScheduledMechanism
 from fedhdp.models import Model, Parameters, name_parameters, unname_parameters
 from fedhdp.results.store import BASIS_FILE
-from fedhdp.simulation import Simulation
+from fedhdp.simulation import Simulation, StateArrays
 
 HEARTBEAT_SECONDS = 60  # after which a process that does not answer counts as dead
 START_SECONDS = 300  # for all processes to connect
@@ -103,9 +102,7 @@ class Channel:
 
     def send(self, call: str, arguments: tuple[Any, ...] = (), arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Send a message to the other processes."""
-        arrays = {
-            name: np.asarray(array, order="C") for name, array in (arrays or {}).items()
-        }  # of the same shape, () too
+        arrays = {name: np.asarray(array, order="C") for name, array in (arrays or {}).items()}
         shapes = [(name, array.dtype.str, array.shape) for name, array in arrays.items()]
         _client().key_value_set_bytes(self._key(), msgspec.msgpack.encode((call, arguments, shapes)))
         if self.count > KEPT_MESSAGES:
@@ -244,7 +241,7 @@ def make_simulation(
 
 def _check_personal(simulation: Simulation) -> None:
     """Refuse personal models that fit on no device: a file of them belongs to one process."""
-    if isinstance(simulation.store, MemoryMappedPersonalModels):
+    if simulation.has_personal_file:
         raise RunError("processes: personal models do not fit on the devices, and several processes share no file")
 
 

@@ -112,8 +112,8 @@ def _state_mechanism(
     """
     config = experiment.mechanism
     groups = tuple(
-        replace(wanted, epsilon=None, noise_multiplier=group.noise_multiplier, weight=group.weight)
-        for wanted, group in zip(config.groups, mechanism.groups, strict=True)
+        replace(group_config, epsilon=None, noise_multiplier=group.noise_multiplier, weight=group.weight)
+        for group_config, group in zip(config.groups, mechanism.groups, strict=True)
     )
     chosen = replace(
         experiment, variants=tuple(replace(v, algorithm="fedhdp", options={}) for v in experiment.variants)
@@ -146,8 +146,10 @@ def _targets(experiment: Experiment, mechanisms: Sequence[ScheduledMechanism]) -
     targets: Targets = {}
     for variant, changed in zip(experiment.variants, mechanisms, strict=True):
         epsilons = _epsilons(experiment, changed)
-        asked = experiment.epsilon_targets(variant)
-        targets[variant.name] = {name: asked[name] for name in asked if epsilons.get(name, 0.0) <= asked[name]}
+        of_variant = experiment.epsilon_targets(variant)
+        targets[variant.name] = {
+            name: target for name, target in of_variant.items() if epsilons.get(name, 0.0) <= target
+        }
     return targets
 
 

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from fedhdp.data import FederatedData
 from fedhdp.devices import use_cpu_cores
-from fedhdp.engine.personal_store import personal_bytes, personal_bytes_limit
 from fedhdp.errors import ConfigError, RunError
 from fedhdp.experiments.bases import build_model
 from fedhdp.experiments.batch import Interrupted, Progress, VariantBatch, Watch
@@ -21,7 +20,7 @@ from fedhdp.experiments.start import copy_start, read_start
 from fedhdp.experiments.sweep import expand
 from fedhdp.experiments.toml import from_toml, to_toml
 from fedhdp.mechanism import Mechanism, ScheduledMechanism, mechanism_at
-from fedhdp.models import Model, parameter_sizes, unname_parameters
+from fedhdp.models import Model, parameter_bytes, parameter_sizes, unname_parameters
 from fedhdp.privacy.costs import privacy_costs
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results.loggers import check_installed
@@ -30,6 +29,7 @@ from fedhdp.results.schema import Summary
 from fedhdp.results.store import EXPERIMENT_FILE, SUMMARY_FILE, DamagedRunError, RunDirectory, read_value, write_value
 from fedhdp.rng import process_entropy
 from fedhdp.server import make_layers
+from fedhdp.simulation import personal_bytes_limit
 
 
 def run(experiment: Experiment, out: Path, watch: Watch, cohort_entropy: np.ndarray | None = None) -> Summary:
@@ -162,12 +162,14 @@ def run_variants(
                 start = (batch_mechanisms, parts[numbers[0]].path, cohort_entropy, initial_model)
                 simulation = make_simulation(experiment, numbers, data, model, *start)
                 directory.record_clients(simulation.group_of_client())
+                directory.write_checksums(running=[experiment.variants[number].name for number in numbers])
                 batch = VariantBatch(experiment, numbers, simulation, parts, watch, directory.extensions, start_cost)
                 for number, result in zip(numbers, batch.run(directory.id, ledger), strict=True):
                     results[number] = result
     variants = [result for result in results if result is not None]
     summary = Summary(experiment.name, sum(result.seconds for result in variants), variants, *provenance())
     write_value(directory.path / SUMMARY_FILE, summary)
+    directory.write_checksums()
     return summary
 
 
@@ -185,22 +187,17 @@ def _batches(experiment: Experiment, mechanisms: list[ScheduledMechanism], model
 
     With a ledger, each global training runs by itself, since an exhausted budget may change its cohorts.
     """
-    by_training: dict[tuple, list[int]] = {}
-    for number, mechanism in enumerate(mechanisms):
-        training = getattr(mechanism, "without_pulls", mechanism)
-        by_training.setdefault((training, *experiment.overrides(number)), []).append(number)
     limit = personal_bytes_limit() // 4  # the rest is for data and the computation of a round
     by_cohort: dict[tuple, list[list[int]]] = {}
-    for (schedule, training, server_optimizer), numbers in by_training.items():
-        mechanism = mechanism_at(schedule, 0)
-        batches = by_cohort.setdefault(
-            (_cohort_distributions(schedule, experiment.rounds), mechanism.layers, training, server_optimizer), []
-        )
-        size = personal_bytes(model, mechanism.clients) if training.personalize else 0
+    for numbers in experiment.by_training(mechanisms):
+        schedule, (training, server_optimizer) = mechanisms[numbers[0]], experiment.overrides(numbers[0])
+        mechanism, cohorts = mechanism_at(schedule, 0), _cohort_distributions(schedule, experiment.rounds)
+        batches = by_cohort.setdefault((cohorts, mechanism.layers, training, server_optimizer), [])
+        size = parameter_bytes(model) * mechanism.clients if training.personalize else 0
         if batches and experiment.ledger is None and (len(batches[-1]) + len(numbers)) * size <= limit:
             batches[-1] += numbers
         else:
-            batches.append(list(numbers))
+            batches.append(numbers)
     return [batch for batches in by_cohort.values() for batch in batches]
 
 

@@ -177,12 +177,12 @@ def _copy_basis(experiment: Experiment, run: Path, directory: Path) -> None:
     """
     from fedhdp.experiments.runner import read_experiment
 
-    asked, path = getattr(experiment.model, "basis", None), run / BASIS_FILE
+    basis, path = getattr(experiment.model, "basis", None), run / BASIS_FILE
     trained = getattr(read_experiment(run).model, "basis", None) if path.exists() else None
-    if not is_same_basis(asked, trained):
+    if not is_same_basis(basis, trained):
         rule = "none" if trained is None else trained.about()
-        message = f"model.basis must be that of {run} ({rule}), got {'none' if asked is None else asked.about()}"
-        raise ConfigError(message, "model.basis", asked)
+        message = f"model.basis must be that of {run} ({rule}), got {'none' if basis is None else basis.about()}"
+        raise ConfigError(message, "model.basis", basis)
     if trained is not None:
         atomic_write(directory / BASIS_FILE, path.read_bytes())
 
@@ -194,7 +194,7 @@ def read_start(directory: Path) -> tuple[dict[str, np.ndarray], StartCost]:
 
 def _result(path: Path) -> VariantResult:
     result = VariantDirectory(path).result()
-    assert result is not None  # as `find_variant` found it
+    assert result is not None  # `find_variant` has checked it
     return result
 
 

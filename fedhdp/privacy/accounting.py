@@ -347,5 +347,18 @@ def epsilon_reports(
 
 
 def epsilon(mechanism: Mechanism, rounds: int, delta: float, accountant: Accountant | None = None) -> dict[str, float]:
-    """Each group's epsilon against an adversary who knows all other clients' data; see ``epsilon_reports``."""
+    """Each group's epsilon against an adversary who knows all other clients' data.
+
+    Args:
+        mechanism: The mechanism.
+        rounds: The number of rounds.
+        delta: The delta.
+        accountant: As for `epsilon_reports`.
+
+    Returns:
+        Epsilon by group name; infinity for groups that opted out.
+
+    Raises:
+        InvalidValueError: If a value is out of range, or the accountant has no result for the sampling.
+    """
     return {name: report.epsilon for name, report in epsilon_reports(mechanism, rounds, delta, accountant).items()}

@@ -26,6 +26,7 @@ from fedhdp.reproduction.tables import PaperTable, TableRow
 from fedhdp.results.metrics import half_interval
 
 SUMMARY = "summary.json"
+PAPER_NAMES = {"fedhdp": "best FedHDP", "dp_fedavg": "DP-FedAvg"}  # of rows that a page compares with
 CLOSE = 1.0  # points of accuracy within which a global model is close to the paper's
 
 
@@ -98,6 +99,16 @@ class Comparison(_Head, frozen=True, kw_only=True):
     def personal_lines(self) -> list[Line]:
         """The lines of personal models."""
         return [line for line in self.lines if line.key.pull is not None]
+
+
+def paper_accuracies(comparison: Comparison) -> list[tuple[str, float]]:
+    """The paper's best accuracy of the global model by FedHDP and by DP-FedAvg, named, in percent."""
+    best: dict[str, float] = {}
+    for line in comparison.global_lines:
+        cell = line.cells.get("acc_g")
+        if cell is not None and cell.paper is not None:
+            best[line.key.algorithm] = max(cell.paper, best.get(line.key.algorithm, 0.0))
+    return [(f"paper: {name}", best[algorithm]) for algorithm, name in PAPER_NAMES.items() if algorithm in best]
 
 
 class RowReport(msgspec.Struct, frozen=True):

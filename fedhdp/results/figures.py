@@ -180,8 +180,8 @@ def _interval_text(lines: Lines) -> str:
     kinds = [len(line.points) > BARS_AT_MOST or _is_level(line, series) for series in panels for line in series]
     shape = "bands" if all(kinds) else "bars and bands" if any(kinds) else "bars"
     seeds = str(counts[-1]) if len(counts) == 1 else f"{max(2, counts[0])} to {counts[-1]}"
-    one = ", none for points of one seed" if counts[0] == 1 else ""
-    return f"{shape}: 95% interval of the mean over {seeds} seeds{one}"
+    exception = ", none for points of one seed" if counts[0] == 1 else ""
+    return f"{shape}: 95% interval of the mean over {seeds} seeds{exception}"
 
 
 def _x_label(x: str) -> str:

@@ -52,11 +52,11 @@ def optimal_weights(problem: Problem) -> np.ndarray:
 def optimal_weights_beside(problem: Problem, given_G: np.ndarray) -> np.ndarray:
     """The weights of least error where some are given: r_j = min(a, c / z_j) for the others.
 
-    The error is quasiconvex in the weights, so also in c once a is the best for it, and c is found by golden sections.
+    The error is quasiconvex in the weights, so also in c once a is the best for it, and a bounded search finds it.
 
     Args:
         problem: The groups.
-        given_G: Their weights, of which one is above 0; NaN where the weight is to be found.
+        given_G: Their weights, of which one is above 0; NaN where the weight is free.
     """
     from scipy.optimize import minimize_scalar
 
@@ -71,8 +71,8 @@ def optimal_weights_beside(problem: Problem, given_G: np.ndarray) -> np.ndarray:
         return math.log(server_variance(problem, weight_G))
 
     bounds = (math.log(max(noise, 1e-12 * largest)), math.log(1e6 * largest))
-    found = minimize_scalar(error, bounds=bounds, method="bounded", options={"xatol": 1e-9})
-    candidates = [_weights_at(problem, given_G, math.exp(log_c)) for log_c in (bounds[0], float(found.x))]
+    result = minimize_scalar(error, bounds=bounds, method="bounded", options={"xatol": 1e-9})
+    candidates = [_weights_at(problem, given_G, math.exp(log_c)) for log_c in (bounds[0], float(result.x))]
     return min(candidates, key=lambda weight_G: server_variance(problem, weight_G))
 
 

@@ -44,11 +44,11 @@ def finish(*commands: tuple[list[object], dict[str, str]]) -> list[str]:
         for arguments, env in commands
     ]
     try:
-        errors = [one.communicate(timeout=LIMIT)[1] for one in started]
-        assert [one.returncode for one in started] == [0] * len(started), errors
+        errors = [process.communicate(timeout=LIMIT)[1] for process in started]
+        assert [process.returncode for process in started] == [0] * len(started), errors
     finally:
-        for one in started:
-            one.kill()
+        for process in started:
+            process.kill()
     return errors
 
 
@@ -56,10 +56,10 @@ def assert_close(first: Path, second: Path) -> None:
     """Two runs of the tiny experiment have the same models, clients' scores and histories within float tolerance."""
     for variant in ("dp-fedavg", "fedhdp"):
         for file in ("model.npz", "scores.npz"):
-            one, other = (read_arrays(run / variant / file) for run in (first, second))
-            assert one.keys() == other.keys()
-            for name in one:
-                np.testing.assert_allclose(one[name], other[name], atol=1e-5)
+            first_arrays, second_arrays = (read_arrays(run / variant / file) for run in (first, second))
+            assert first_arrays.keys() == second_arrays.keys()
+            for name in first_arrays:
+                np.testing.assert_allclose(first_arrays[name], second_arrays[name], atol=1e-5)
         histories = [VariantDirectory(run / variant).history() for run in (first, second)]
         assert [row[:4] for row in histories[0]] == [row[:4] for row in histories[1]]
         np.testing.assert_allclose(*([row.value for row in rows] for rows in histories), atol=1e-4)

@@ -63,12 +63,12 @@ def test_worst_decile_of_thirty_clients_is_the_mean_of_three():
 
 
 @pytest.mark.slow
-def test_each_client_chooses_the_best_pull_on_its_validation_examples(data):
+def test_client_chooses_pull_on_validation_examples(data):
     chosen = hold_out(data, 0.3, seed=5)
     pulls = [replace(CHOSEN, groups=tuple(replace(g, pull=pull) for g in CHOSEN.groups)) for pull in (0.0, 0.5, 4.0)]
     simulation = trained(chosen, pulls, rounds=4)
     rows = simulation.evaluate()
-    held, test = chosen.validation, chosen.test
+    validation, test = chosen.validation, chosen.test
 
     def score(own_P: np.ndarray, examples: Examples, k: int) -> float:
         rows_of_client = slice(examples.start_K[k], examples.start_K[k] + examples.count_K[k])
@@ -80,11 +80,11 @@ def test_each_client_chooses_the_best_pull_on_its_validation_examples(data):
 
     everybody = np.arange(chosen.num_clients)
     own = [simulation.personal_models(everybody, number) for number in range(3)]
-    best = [max(range(3), key=lambda v, k=k: (score(own[v][k], held, k), -v)) for k in everybody]
+    best = [max(range(3), key=lambda v, k=k: (score(own[v][k], validation, k), -v)) for k in everybody]
     expected = np.array([score(own[best[k]][k], test, k) for k in everybody])
     assert len(set(best)) > 1
     for number, group in enumerate(CHOSEN.groups):
-        accuracies = [row.value for one in rows for row in one if row[1:4] == (group.name, "chosen", "accuracy")]
+        accuracies = [row.value for table in rows for row in table if row[1:4] == (group.name, "chosen", "accuracy")]
         assert accuracies == pytest.approx([expected[simulation.group_K == number].mean()] * 3, abs=1e-6)
 
 

@@ -50,9 +50,9 @@ def test_gram_matrices():
     train = tiny_data([3] * 19).train
     size = int(train.count_K[0])
     backwards = train._replace(start_K=train.start_K[::-1].copy())  # client 0 holds the last ones
-    whole = tiny_data([3] * 19)._replace(train=backwards)
+    reversed_data = tiny_data([3] * 19)._replace(train=backwards)
     for personalize in (True, False):  # on the devices where clients live, and on all of them
-        simulation = Simulation(whole, MODEL, CHOSEN, replace(TRAINING, personalize=personalize))
+        simulation = Simulation(reversed_data, MODEL, CHOSEN, replace(TRAINING, personalize=personalize))
         shares = partition_by_owner(simulation.engine, np.arange(8))
         layout = assign_slots(shares, 8 * simulation.engine.devices)
         start_C = simulation.examples.fetch(layout)[2]
@@ -102,14 +102,14 @@ def test_streamed_examples_change_nothing(data, monkeypatch, personalize):
 
 @pytest.mark.slow
 def test_handwriting_beyond_memory_is_generated_on_demand(monkeypatch):
-    whole = make_handwriting(30, 4, 2, 20, "by_writer", seed=3)
+    in_memory = make_handwriting(30, 4, 2, 20, "by_writer", seed=3)
     monkeypatch.setattr("fedhdp.datasets.handwriting.MAX_IMAGES_IN_MEMORY", 100)
     monkeypatch.setattr("fedhdp.datasets.handwriting.TESTED_CLIENTS", 10)
     large = make_handwriting(30, 4, 2, 20, "by_writer", seed=3)
     assert isinstance(large.train, StreamedHandwriting)
     assert large.num_clients == 30
     clients = np.array([7, 29, 0])
-    for actual, expected in zip(large.train.take(clients, 5), whole.train.take(clients, 5), strict=True):
+    for actual, expected in zip(large.train.take(clients, 5), in_memory.train.take(clients, 5), strict=True):
         np.testing.assert_array_equal(actual, expected)
     assert np.flatnonzero(large.test.count_K).tolist() == list(range(0, 30, 3))
     with raises_field("validation", DataError):
@@ -117,7 +117,7 @@ def test_handwriting_beyond_memory_is_generated_on_demand(monkeypatch):
     mechanism = mechanism_of((10, 0.0, 1.0), (20, 1.0, 0.1))
     simulation = Simulation(large, mlp(784, 5, 10), mechanism, LocalTraining(1, 4, 0.1), seed=1, noise_seed=1)
     simulation.run(1)
-    resident = Simulation(whole, mlp(784, 5, 10), mechanism, LocalTraining(1, 4, 0.1), seed=1, noise_seed=1)
+    resident = Simulation(in_memory, mlp(784, 5, 10), mechanism, LocalTraining(1, 4, 0.1), seed=1, noise_seed=1)
     resident.run(1)
     np.testing.assert_allclose(simulation.global_model(), resident.global_model(), atol=1e-6)
     assert {row.group for row in simulation.evaluate()[0]} == {"server", "group 0", "group 1"}

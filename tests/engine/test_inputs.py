@@ -101,10 +101,10 @@ def test_targets_and_the_servers_inputs_are_checked():
 
 def test_integers_beyond_32_bits_do_not_wrap_around():
     data = tiny_data([3, 4, 5])
-    whole = data._replace(train=with_value(data.train, "x_N", 0, 2**32 + 7))
-    check_data(whole, mlp(12, 5, 3))  # scaled, so a float
+    large = data._replace(train=with_value(data.train, "x_N", 0, 2**32 + 7))
+    check_data(large, mlp(12, 5, 3))  # scaled, so a float
     with raises_field("inputs", DataError):
-        check_data(whole._replace(input_scale=None), mlp(12, 5, 3))
+        check_data(large._replace(input_scale=None), mlp(12, 5, 3))
 
 
 def test_rows_of_no_client_are_not_read(tmp_path):

@@ -62,7 +62,7 @@ def test_gradient_of_gram_matmul_goes_to_the_rows_of_the_batch():
 
 @settings(max_examples=8, deadline=None)
 @given(st.data())
-def test_norms_are_those_of_the_updates_and_never_too_small(data):
+def test_norms_bound_the_updates(data):
     model, training = mlp(60, 8, 3), LocalTraining(epochs=data.draw(st.integers(1, 6)), batch_size=5, learning_rate=0.5)
     chunk = random_chunk(data.draw(st.integers(0, 99)), model, [10, 7, 5], (60,), 10, 3)
     if data.draw(st.booleans()):  # one image under many labels: its gradients cancel
@@ -127,7 +127,7 @@ def test_norm_covers_inputs_whose_squares_underflow(size, bias):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [linear, mlp])
 @pytest.mark.parametrize("inputs", [784, 8000, 20_000])
-def test_no_client_is_found_that_moves_the_sum_by_more_than_a_clip(inputs, model):
+def test_search_for_a_client_beyond_the_clip(inputs, model):
     network = linear(inputs, 2) if model is linear else mlp(inputs, 20, 2)
     for kind in (LowRank, FullRank):
         assert worst_client(network, inputs, kind, size=24, turns=2) <= 1
@@ -143,7 +143,7 @@ LAYERS = Layers((1, 1, 0, 2), (8, 480, 3, 24))  # of the first layer, the output
 
 @settings(max_examples=8, deadline=None)
 @given(st.data())
-def test_norms_by_layer_are_those_of_the_updates_and_never_too_small(data):
+def test_norms_by_layer_bound_the_updates(data):
     model, training = mlp(60, 8, 3), LocalTraining(epochs=data.draw(st.integers(1, 6)), batch_size=5, learning_rate=0.5)
     chunk = random_chunk(data.draw(st.integers(0, 99)), model, [10, 7, 5], (60,), 10, 3)
     if data.draw(st.booleans()):  # one image under many labels: its gradients cancel
@@ -169,6 +169,6 @@ def test_each_layer_is_summed_at_its_own_scale(kind):
     np.testing.assert_allclose(scaled_CP, scale_CP * np.asarray(update_CP), rtol=1e-5, atol=1e-7)
 
 
-def test_low_rank_is_not_used_where_a_clip_divides_the_first_layer():
+def test_full_rank_where_a_clip_divides_the_first_layer():
     assert uses(mlp(), 40, Layers((0, 0, 1, 1), (50, 39_200, 10, 500)))
     assert not uses(mlp(), 40, Layers((0, 1, 1, 1), (50, 39_200, 10, 500)))

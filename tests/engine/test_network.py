@@ -148,7 +148,7 @@ def test_optimizers_with_a_state_train_all_parameters():
     assert first_layer(network_of(RECOGNIZED["plain"], training)) is None
 
 
-def test_constant_projection_is_computed_once_and_its_gram_matrix_decides():
+def test_constant_projection_is_computed_once():
     def projected(p: Any, x: jax.Array, key: Any) -> jax.Array:
         return jax.nn.relu(x.reshape(len(x), -1) @ BASIS @ p["w"] + p["b"]) @ p["out"]
 

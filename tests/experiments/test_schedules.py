@@ -90,20 +90,20 @@ def until(round: int):
 
 def test_scheduled_runs_resume_to_the_bit(tmp_path):
     experiment = scheduled(checkpoint_seconds=1e9)
-    whole = run(experiment, tmp_path / "whole", keep_going)
+    uninterrupted = run(experiment, tmp_path / "whole", keep_going)
     with pytest.raises(Interrupted):
         run(experiment, tmp_path / "run", until(5))
     resumed = resume(tmp_path / "run", keep_going)
-    for first, second in zip(whole.variants, resumed.variants, strict=True):
+    for first, second in zip(uninterrupted.variants, resumed.variants, strict=True):
         assert replace(first, seconds=0.0) == replace(second, seconds=0.0)
     for name in ("ramp", "ramp-strong-pull", "constant"):
         models = [read_arrays(tmp_path / folder / name / "model.npz") for folder in ("whole", "run")]
         assert all((models[0][key] == models[1][key]).all() for key in models[0])
     ramp, _, constant = experiment.variant_mechanisms(experiment.build_mechanism())
-    for variant, mechanism in zip(whole.variants, (ramp, ramp, constant), strict=True):
+    for variant, mechanism in zip(uninterrupted.variants, (ramp, ramp, constant), strict=True):
         costs = composed_costs(mechanism_at(mechanism, number) for number in range(12))["private"]
         assert variant.groups[1].epsilon == compose(costs, experiment.delta, experiment.run_accountant)
-    assert [variant.groups[1].weight for variant in whole.variants] == [0.5, 0.5, 0.01]
+    assert [variant.groups[1].weight for variant in uninterrupted.variants] == [0.5, 0.5, 0.01]
 
 
 @pytest.mark.slow

@@ -21,9 +21,9 @@ def test_one_gaussian_query_has_its_own_trade_off(mu):
     curve = attack_curve([PrivacyCost(1 / mu, 1.0, "poisson", 1)], "pld")
     rates = np.array(curve.false_positive_rates)
     exact = norm.cdf(mu + norm.ppf(rates))
-    found = np.array(curve.true_positive_rates)
-    assert (found >= exact - 1e-9).all()
-    np.testing.assert_allclose(found, exact, atol=2e-3)
+    rates = np.array(curve.true_positive_rates)
+    assert (rates >= exact - 1e-9).all()
+    np.testing.assert_allclose(rates, exact, atol=2e-3)
     assert curve.mu == pytest.approx(mu, rel=5e-3)
     assert curve.mu >= mu - 1e-9
 
@@ -76,12 +76,12 @@ def test_sentence_of_the_quickstart():
 
 
 @pytest.mark.parametrize(
-    ("costs", "found", "mu"),
+    ("costs", "found_at_one_percent", "mu"),
     [([], 0.01, 0.0), ([COST._replace(noise_multiplier=0.0)], 1.0, math.inf), ([COST._replace(rounds=0)], 0.01, 0.0)],
 )
-def test_no_rounds_reveal_nothing_and_no_noise_reveals_all(costs, found, mu):
+def test_no_rounds_reveal_nothing_and_no_noise_reveals_all(costs, found_at_one_percent, mu):
     curve = attack_curve(costs, "pld")
-    assert (curve.found_at_one_percent, curve.mu) == (found, mu)
+    assert (curve.found_at_one_percent, curve.mu) == (found_at_one_percent, mu)
 
 
 def test_infinite_epsilon_bounds_nothing():

@@ -262,11 +262,11 @@ def test_no_damage_shows_less_than_was_spent(tmp_path, path, ledger, seed):
         damage(copy, rng)
         try:
             with Ledger(copy, read_only=number % 2 == 0) as other:
-                found = {name: (other.costs(name), other.budget(name), other.clients(name)) for name in other.groups()}
+                shown = {name: (other.costs(name), other.budget(name), other.clients(name)) for name in other.groups()}
         except LedgerError as error:
             refusals.append(str(error))
         else:
-            assert found == expected
+            assert shown == expected
     assert len(refusals) > 60
     assert not [line for line in refusals if "\n" in line]
 

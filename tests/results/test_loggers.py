@@ -149,9 +149,9 @@ def test_an_address_is_no_folder(logger):
 
 def test_paths_are_relative_to_the_experiments_file(tmp_path):
     named = (TensorBoard("logs"), MLflow("sqlite:///runs.db"), MLflow("https://tracking.example"), "wandb")
-    made = loggers.resolve_paths(named, tmp_path)
-    assert made == (TensorBoard(str(tmp_path / "logs")), MLflow(f"sqlite:///{tmp_path}/runs.db"), *named[2:])
-    assert loggers.resolve_paths(made, Path("elsewhere")) == made
+    resolved = loggers.resolve_paths(named, tmp_path)
+    assert resolved == (TensorBoard(str(tmp_path / "logs")), MLflow(f"sqlite:///{tmp_path}/runs.db"), *named[2:])
+    assert loggers.resolve_paths(resolved, Path("elsewhere")) == resolved
 
 
 def test_a_logger_that_does_not_start_is_an_error(monkeypatch, tmp_path):

@@ -101,7 +101,7 @@ def test_proximal_term_shortens_updates(data):
         replace(TRAINING, proximal=2 / TRAINING.learning_rate)
 
 
-def test_personal_models_do_not_change_the_global_model_by_a_bit(data):
+def test_personal_models_leave_the_global_model(data):
     stronger = replace(CHOSEN, groups=tuple(replace(group, pull=3.0) for group in CHOSEN.groups))
     weak, strong = trained(data, CHOSEN), trained(data, stronger)
     same_server(weak, strong)
@@ -127,7 +127,7 @@ def test_local_only_trains_personal_models_alone(data):
     assert (np.abs(personal - initial).max(axis=1) > 0.01).all()
 
 
-def test_clients_of_weight_0_cannot_move_the_global_model_by_a_bit(data):
+def test_weight_0_leaves_the_global_model(data):
     chosen = mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.0), clip=0.2)
     data = data.with_levels(group_by_group(chosen))
     private = slice(data.train.start_K[4], None)

@@ -24,7 +24,7 @@ FULL_RANK = Model(LINEAR.init, LINEAR.apply)  # without the head that trains in 
     "clip", [0.05, AdaptiveClip(0.1), LayerClip({"first": 0.1})], ids=["fixed", "adaptive", "layer"]
 )
 @pytest.mark.parametrize("model", [LINEAR, FULL_RANK], ids=["low rank", "full rank"])
-def test_without_noise_results_are_those_of_single_precision(data, model, clip):
+def test_exact_equals_single_precision_without_noise(data, model, clip):
     """Some slots are empty, some updates are clipped, and cohorts change: all is as without exact arithmetic."""
     mechanism = replace(non_private(CHOSEN), clip=clip)
     single, integers = (
@@ -39,11 +39,11 @@ def test_without_noise_results_are_those_of_single_precision(data, model, clip):
 
 def test_noise_is_that_of_the_mechanism(data):
     """Without any updates, what moves the global model is the noise."""
-    nobody = mechanism_of((19, 2.0, 0.5), rate=1e-9, clip=0.3, arithmetic="exact")
-    simulation = trained(data, nobody, rounds=1, model=mlp(12, 300, 3))
-    start = trained(data, nobody, rounds=0, model=mlp(12, 300, 3)).global_model()
-    noise_P = (simulation.global_model() - start) * nobody.expected_weight
-    assert noise_P.std() == pytest.approx(0.3 * nobody.update_noise_stddev, rel=0.05)
+    mechanism = mechanism_of((19, 2.0, 0.5), rate=1e-9, clip=0.3, arithmetic="exact")
+    simulation = trained(data, mechanism, rounds=1, model=mlp(12, 300, 3))
+    start = trained(data, mechanism, rounds=0, model=mlp(12, 300, 3)).global_model()
+    noise_P = (simulation.global_model() - start) * mechanism.expected_weight
+    assert noise_P.std() == pytest.approx(0.3 * mechanism.update_noise_stddev, rel=0.05)
 
 
 def test_runs_of_one_program_are_those_of_their_own(data):
@@ -77,7 +77,7 @@ def test_without_a_seed_noise_is_fresh(data):
     assert (first != second).all()
 
 
-def test_clients_without_finite_updates_are_refused_and_counted(data):
+def test_updates_that_are_not_finite_are_refused(data):
     inputs = data.train.x_N.astype(np.float32)
     rows = slice(data.train.start_K[5], data.train.start_K[5] + data.train.count_K[5])
     inputs[rows] = 3e38  # products of these are infinite

@@ -82,16 +82,16 @@ def test_two_processes_run_one_simulation(data, tmp_path):
     with ThreadPoolExecutor(2) as pool:
         processes = [pool.submit(run_python, TWO, str(port), str(number), str(out)) for number, out in enumerate(outs)]
         assert [process.result(timeout=240).returncode for process in processes] == [0, 0]
-    one, other = (dict(np.load(out)) for out in outs)
-    for name in one:
-        np.testing.assert_array_equal(one[name], other[name])
+    first, second = (dict(np.load(out)) for out in outs)
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name])
     simulation = trained(data, CHOSEN)
-    np.testing.assert_allclose(one["theta"], simulation.global_model(), atol=1e-5)
-    np.testing.assert_array_equal(one["theta"], one["restored"])
+    np.testing.assert_allclose(first["theta"], simulation.global_model(), atol=1e-5)
+    np.testing.assert_array_equal(first["theta"], first["restored"])
     personal_models = simulation.personal_models(np.flatnonzero(simulation.participated_K))
-    np.testing.assert_allclose(one["personal"], personal_models, atol=1e-5)
-    np.testing.assert_allclose(one["values"], [row.value for row in simulation.evaluate()[0]], atol=1e-4)
-    assert np.abs(one["fresh"] - one["theta"]).max() > 1e-4
+    np.testing.assert_allclose(first["personal"], personal_models, atol=1e-5)
+    np.testing.assert_allclose(first["values"], [row.value for row in simulation.evaluate()[0]], atol=1e-4)
+    assert np.abs(first["fresh"] - first["theta"]).max() > 1e-4
 
 
 @pytest.mark.process

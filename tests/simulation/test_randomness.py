@@ -28,8 +28,8 @@ def test_large_cohort_is_never_truncated(data):
 def test_seed_does_not_reveal_the_cohorts(data):
     def draws(mechanism: Mechanism | list[Mechanism], noise_seed: int | None = None) -> bool:
         """Whether two simulations with one seed, or one twice, have the same cohort in a round."""
-        one, other = (Simulation(data, MODEL, mechanism, TRAINING, noise_seed=noise_seed) for _ in range(2))
-        cohorts = [one.draw_cohort(5), one.draw_cohort(5), other.draw_cohort(5)]
+        first, second = (Simulation(data, MODEL, mechanism, TRAINING, noise_seed=noise_seed) for _ in range(2))
+        cohorts = [first.draw_cohort(5), first.draw_cohort(5), second.draw_cohort(5)]
         return all(np.array_equal(cohort, cohorts[0]) for cohort in cohorts[1:])
 
     assert not draws(CHOSEN)
@@ -52,22 +52,22 @@ def test_cohorts_of_changing_size_compile_once(data, personalize):
 
 def test_each_seed_changes_its_streams_alone(data):
     data = data.with_levels(group_by_group(CHOSEN))
-    one = trained(data, CHOSEN)
-    same(one, trained(data, CHOSEN))
+    simulation = trained(data, CHOSEN)
+    same(simulation, trained(data, CHOSEN))
     other_noise = trained(data, CHOSEN, noise_seed=8)
-    assert not np.array_equal(one.global_model(), other_noise.global_model())
-    assert not np.array_equal(one.participated_K, other_noise.participated_K)
+    assert not np.array_equal(simulation.global_model(), other_noise.global_model())
+    assert not np.array_equal(simulation.participated_K, other_noise.participated_K)
     other_seed = trained(data, CHOSEN, seed=4)
-    assert not np.array_equal(one.global_model(), other_seed.global_model())
-    np.testing.assert_array_equal(one.participated_K, other_seed.participated_K)
+    assert not np.array_equal(simulation.global_model(), other_seed.global_model())
+    np.testing.assert_array_equal(simulation.participated_K, other_seed.participated_K)
 
 
 def test_shared_cohort_entropy_gives_the_same_cohorts(data):
-    one, other = (Simulation(data, MODEL, CHOSEN, TRAINING, cohort_entropy=words) for words in [os_entropy(4)] * 2)
-    cohorts = [one.draw_cohort(number).tolist() for number in range(6)]
-    assert cohorts == [other.draw_cohort(number).tolist() for number in range(6)]
+    first, second = (Simulation(data, MODEL, CHOSEN, TRAINING, cohort_entropy=words) for words in [os_entropy(4)] * 2)
+    cohorts = [first.draw_cohort(number).tolist() for number in range(6)]
+    assert cohorts == [second.draw_cohort(number).tolist() for number in range(6)]
     assert len(set(map(tuple, cohorts))) == 6
-    assert cohorts != [one.draw_cohort(number + 6).tolist() for number in range(6)]
+    assert cohorts != [first.draw_cohort(number + 6).tolist() for number in range(6)]
 
 
 def test_no_two_purposes_share_a_stream():
@@ -77,8 +77,8 @@ def test_no_two_purposes_share_a_stream():
 
 
 def test_noise_without_a_seed_never_repeats(data):
-    one, other = (trained(data, CHOSEN, noise_seed=None) for _ in range(2))
-    assert not np.array_equal(one.global_model(), other.global_model())
+    first, second = (trained(data, CHOSEN, noise_seed=None) for _ in range(2))
+    assert not np.array_equal(first.global_model(), second.global_model())
 
 
 def test_every_run_and_round_has_its_own_noise_key(data):
@@ -94,7 +94,8 @@ def test_every_run_and_round_has_its_own_noise_key(data):
 def test_runs_together_have_their_own_noise(data):
     several = [CHOSEN, replace(CHOSEN, noise="per_group")]  # other numbers, so two runs
     noisy = [
-        replace(one, groups=tuple(replace(g, weight=1e-3 + i) for g in one.groups)) for i, one in enumerate(several)
+        replace(mechanism, groups=tuple(replace(g, weight=1e-3 + i) for g in mechanism.groups))
+        for i, mechanism in enumerate(several)
     ]
     simulation = Simulation(data, MODEL, noisy, TRAINING, seed=3)
     keys = simulation._noise_keys(0)

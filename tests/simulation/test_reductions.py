@@ -22,17 +22,17 @@ def test_fedhdp_with_weight_1_is_hdp_fedavg_to_the_bit(data):
     same(trained(data, fedhdp(ones)), trained(data, hdp_fedavg(CHOSEN)))
 
 
-def test_hdp_fedavg_where_all_chose_the_same_is_dp_fedavg_to_the_bit(data):
+def test_hdp_fedavg_of_one_level_equals_dp_fedavg(data):
     alike = replace(CHOSEN, groups=tuple(replace(g, noise_multiplier=1.5) for g in CHOSEN.groups))
     same(trained(data, hdp_fedavg(alike)), trained(data, dp_fedavg(alike)))
 
 
-def test_dp_fedavg_where_all_opted_out_is_non_private_to_the_bit(data):
+def test_dp_fedavg_of_opted_out_equals_non_private(data):
     open_ = replace(CHOSEN, groups=tuple(replace(g, noise_multiplier=0.0) for g in CHOSEN.groups))
     same(trained(data, dp_fedavg(open_)), trained(data, non_private(CHOSEN)))
 
 
-def test_shared_noise_is_per_group_noise_with_one_private_group_to_the_bit(data):
+def test_shared_equals_per_group_noise_with_one_private_group(data):
     chosen = mechanism_of((4, 0.0, 1.0), (15, 1.5, 0.1))
     same(trained(data, chosen), trained(data, replace(chosen, noise="per_group")))
 

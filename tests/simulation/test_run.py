@@ -37,12 +37,12 @@ def test_hook_ends_the_loop(data):
     assert simulation.round == 4
 
 
-def test_result_says_whose_statistics_the_inputs_were_made_with(data):
+def test_result_names_the_preparation(data):
     result = simulate(data._replace(preparation="standardized"), MODEL, CHOSEN, TRAINING, rounds=1).result("FedHDP")
     assert "inputs: standardized" in footnotes([result])
 
 
-def test_simulate_ends_and_evaluates_where_on_round_returns_false(data):
+def test_on_round_ends_simulate(data):
     result = simulate(data, MODEL, CHOSEN, TRAINING, rounds=5, noise_seed=1, on_round=lambda _: False)
     assert result.rounds == 1
     assert {row.round for row in result.history} == {1}

@@ -71,12 +71,12 @@ def test_state_is_restored_by_a_like_simulation_only(data):
 def test_saved_state_resumes_to_the_bit(data, tmp_path):
     schedule = {"schedule": "cosine_decay_schedule", "init_value": 0.1, "decay_steps": 9}
     adam = ServerOptimizer(OptimizerConfig("adam", learning_rate=schedule), average=0.9)
-    whole = trained(data, CHOSEN, rounds=4, server_optimizer=adam)
+    uninterrupted = trained(data, CHOSEN, rounds=4, server_optimizer=adam)
     trained(data, CHOSEN, rounds=2, server_optimizer=adam).save(tmp_path / "state.npz")
     resumed = trained(data, CHOSEN, rounds=0, server_optimizer=adam)
     resumed.load(tmp_path / "state.npz")
     resumed.run(4)
-    same(whole, resumed)
+    same(uninterrupted, resumed)
 
 
 class Unfinished:

@@ -213,10 +213,10 @@ def audit_probe(
 
 def failures(report: AuditReport) -> list[str]:
     """What an audit found, in words: the checks that failed, and the attacks with a bound above the claim."""
-    found = [check.name for check in report.checks if not check.holds]
+    names = [check.name for check in report.checks if not check.holds]
     for group in report.groups:
         attacks = {"unknown coins": group.unknown_coins, "known coins": group.known_coins, "clip bits": group.clip_bits}
-        found += [f"{name} of {group.name}" for name, attack in attacks.items() if attack and not attack.holds]
+        names += [f"{name} of {group.name}" for name, attack in attacks.items() if attack and not attack.holds]
         if group.opted_out and group.found is False:
-            found.append(f"{group.name} not found")
-    return found
+            names.append(f"{group.name} not found")
+    return names

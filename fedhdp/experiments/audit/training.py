@@ -22,14 +22,12 @@ from msgspec.structs import replace
 
 from fedhdp.client import LocalTraining, scale_inputs
 from fedhdp.data import Examples, FederatedData
-from fedhdp.engine.chunk import Clients, client_updates
-from fedhdp.engine.low_rank import parametrize
-from fedhdp.engine.network import Network
+from fedhdp.engine.chunk import train_clients
 from fedhdp.errors import DataError, require
+from fedhdp.experiments.bases import build_model
 from fedhdp.experiments.config import Experiment
-from fedhdp.experiments.runner import build_model
 from fedhdp.mechanism import ScheduledMechanism, mechanism_at
-from fedhdp.models import Model, take
+from fedhdp.models import Model
 from fedhdp.privacy.audit.bounds import Scores
 from fedhdp.privacy.audit.canaries import Integers, Progress, evidence
 from fedhdp.simulation import Simulation
@@ -191,14 +189,8 @@ def _compile(model: Model, training: LocalTraining, input_scale: float | None) -
     """The local training of some clients from one model, as a compiled function that returns update_CP."""
 
     def train(theta: Any, x_CM: Any, y_CM: Any, rates: Any) -> Any:
-        clients, count = y_CM.shape[:2]
-        x_CM = scale_inputs(x_CM, input_scale)
-        network = Network(model, jax.ShapeDtypeStruct(x_CM.shape[2:], x_CM.dtype), training)
-        parametrization = parametrize(network, take(theta, None), np.zeros(0, int), x_CM)
-        key_C = jax.random.split(jax.random.key(0), clients)
-        chunk = Clients(y_CM, jnp.full(clients, count), jnp.zeros((clients, 0)), key_C)
-        updates, _ = client_updates(model, training, parametrization, chunk, None, rates, uniform_size=True)
-        update_C = parametrization.write_out(jax.tree.map(lambda leaf_CR: leaf_CR[:, 0], updates.update_CR))
+        key_C = jax.random.split(jax.random.key(0), len(y_CM))
+        update_C, _ = train_clients(model, training, theta, scale_inputs(x_CM, input_scale), y_CM, key_C, rates)
         return jax.vmap(lambda update: ravel_pytree(update)[0])(update_C)
 
     return jax.jit(train)

@@ -106,7 +106,7 @@ def audit_groups(
         one_round = attack_round(claim.round_mu, claim.delta, known_scores(list(transcripts), number), alpha, rng)
         bits = attack_round(claim.bit_mu, claim.delta, bit_scores(list(transcripts), number), alpha, rng)
         has_bits = mechanism.is_adaptive and bits.with_canary + bits.without_canary > 0
-        found = _is_found(one_round, claim.update_mu, alpha)
+        is_found = _is_found(one_round, claim.update_mu, alpha)
         attacks = [all_rounds, one_round, *([bits] if has_bits else [])]
         groups.append(
             GroupAudit(
@@ -121,8 +121,8 @@ def audit_groups(
                 known_coins=one_round,
                 clip_bits=bits if has_bits else None,
                 training=None,
-                found=found,
-                holds=all(attack.holds for attack in attacks) and (found is not False or not group.opted_out),
+                found=is_found,
+                holds=all(attack.holds for attack in attacks) and (is_found is not False or not group.opted_out),
             )
         )
     return groups

@@ -102,6 +102,7 @@ class Channel:
 
     def send(self, call: str, arguments: tuple[Any, ...] = (), arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Send a message to the other processes."""
+        # not np.ascontiguousarray, of which the shape () is (1,)
         arrays = {name: np.asarray(array, order="C") for name, array in (arrays or {}).items()}
         shapes = [(name, array.dtype.str, array.shape) for name, array in arrays.items()]
         _client().key_value_set_bytes(self._key(), msgspec.msgpack.encode((call, arguments, shapes)))

@@ -5,7 +5,7 @@ averaged model beside that of independent noise. With b bands the noise of a rou
 matrix whose columns have norm 1 (the root of the prefix sums, cut). With cyclic Poisson sampling (Choquette-Choo and others,
 2023) all rounds cost as much as T/b rounds of the Gaussian mechanism at b times the sampling rate.
 
-The model is linear: momentum, an average, and a loss that pulls the parameters back within so many rounds. Training is not run.
+The model is linear: momentum, an average, and a loss that pulls the parameters back within some rounds. Nothing is trained.
 """
 
 from __future__ import annotations

@@ -275,7 +275,8 @@ def time_contender(name: str, work: w.Work, rounds: int, warm_up: int, ends: flo
         "flops": w.flops(work, models),
         "versions": result["versions"],
         "check": check,
-        "did_the_work": math.isclose(result["steps"], check["steps_asked"]) and result["loss_after"] < result["loss_before"],
+        "did_the_work": math.isclose(result["steps"], check["steps_asked"])
+        and result["loss_after"] < result["loss_before"],
         "memory_mb": result["memory_mb"],
         "install_seconds": installed,
         "can": contender.can,

@@ -31,6 +31,7 @@ from fedhdp.models import Model, cnn, linear, mlp
 from fedhdp.privacy.calibration import MechanismConfig
 
 IMAGE_INPUTS = 784  # pixels of the built-in data's images
+Transform = Literal["none", "scattering"]
 
 
 class PythonFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -105,6 +106,14 @@ def _require_images(clients: int, images: int, others: int = 0) -> None:
     require_memory(IMAGE_INPUTS * others, "server_test", others)
 
 
+def _transformed(data: FederatedData, transform: Transform) -> FederatedData:
+    if transform == "none":
+        return data
+    from fedhdp.experiments.scattering import scatter
+
+    return scatter(data)
+
+
 class HandwritingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="handwriting"):
     """The embedded handwriting."""
 
@@ -115,6 +124,7 @@ class HandwritingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     split: Split = "one_digit"
     classes: Literal[10, 62] = 10
     sizes: Literal["alike", "tff"] = "alike"  # tff: as many examples as the clients of TFF's federated EMNIST have
+    transform: Transform = "none"  # scattering: fixed features of the images are the inputs
     validation: float = 0.0  # the share of its train examples that a client holds out, to choose its pull by
 
     def __post_init__(self) -> None:
@@ -131,7 +141,7 @@ class HandwritingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
             sizes, test_sizes = (size_K[: self.clients].tolist() for size_K in tff_client_sizes(self.classes, seed))
         data = make_handwriting(*numbers, self.split, self.classes, skewed, sizes, seed, test_sizes)
         data = with_skewed_levels(data, mechanism, skewed, seed) if skewed else data
-        return hold_out(data, self.validation, seed)
+        return hold_out(_transformed(data, self.transform), self.validation, seed)
 
 
 class MnistConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="mnist"):
@@ -141,6 +151,7 @@ class MnistConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     samples: int = 30
     test_samples: int = 100
     split: Split = "one_digit"
+    transform: Transform = "none"
     validation: float = 0.0
 
     def __post_init__(self) -> None:
@@ -153,7 +164,7 @@ class MnistConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         skewed = skewed_clients(mechanism, self.clients) if self.split == "skewed" else 0
         data = load_mnist(self.split, self.clients, skewed, self.samples, self.test_samples, seed)
         data = with_skewed_levels(data, mechanism, skewed, seed) if skewed else data
-        return hold_out(data, self.validation, seed)
+        return hold_out(_transformed(data, self.transform), self.validation, seed)
 
 
 class FemnistConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="femnist"):
@@ -278,7 +289,8 @@ COMPONENT_NAMES = {
 def describe_data(data: DataConfig) -> str:
     """The data whose clients are numbered: in other data, the same number is another client."""
     values = msgspec.to_builtins(data)
-    shown = {name: value for name, value in values.items() if name not in ("name", "validation", "sha256")}
+    same_clients = ("name", "validation", "sha256", "transform")
+    shown = {name: value for name, value in values.items() if name not in same_clients}
     if isinstance(data, PythonData):
         shown["file"] = Path(data.file).name
     if isinstance(data, TableData | ArraysData):

@@ -45,6 +45,10 @@ def count_parameters(data: DataConfig, model: ModelConfig, load: Callable[[], Fe
     else:
         loaded = load()
         inputs, classes = math.prod(loaded.input_shape), loaded.classes
+    if getattr(data, "transform", "none") == "scattering":
+        from fedhdp.experiments.scattering import DIRECTIONS
+
+        inputs = DIRECTIONS
     if basis is not None:
         inputs = basis.columns
     shapes = jax.eval_shape(lambda: model.build(inputs, classes).init(jax.random.key(0)))

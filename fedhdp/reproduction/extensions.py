@@ -19,7 +19,7 @@ from fedhdp.experiments.config import Experiment
 from fedhdp.privacy.calibration import MechanismConfig
 from fedhdp.reproduction import tables
 from fedhdp.reproduction.levels import LEVEL_TABLES, PFA_FOLDER, levels_part, pfa_part, theory_weights
-from fedhdp.reproduction.tables import AVERAGED, PULLS, ROUNDS, TABLES, Options, Part, TableRow
+from fedhdp.reproduction.tables import AVERAGED, PULLS, ROUNDS, TABLES, Options, Part, Pull, TableRow
 
 BASE = "noniid-mnist"  # the table that has extensions
 EPSILON = TABLES[BASE].epsilon
@@ -49,11 +49,12 @@ class Extension(NamedTuple):
     server: ServerOptimizer = AVERAGED
     averaged: bool = False  # whether its model is the average of the global models
     validation: float = 0.0
-    pulls: tuple[float, ...] = (0.05,)
+    pulls: tuple[Pull, ...] = (0.05,)
     measured_in: str | None = None  # the part with its runs; None: its own
     tables: tuple[str, ...] = (BASE,)
     algorithm: str = "fedhdp"
     basis: BasisConfig | None = None
+    scattering: bool = False  # whether its inputs are fixed features of the images: another model
     training: LocalTraining | None = None  # None: the paper's
 
 
@@ -68,9 +69,26 @@ EXTENSIONS = {
     "together-tuned": Extension(
         "PLD, the average and momentum, at the paper's weights", PLD_NOISE, TUNED_WEIGHTS, MOMENTUM, True
     ),
+    "dp": Extension(
+        "DP-FedAvg with noise for the same epsilon by PLD, and the average",
+        *(PLD_NOISE, (), LONG_AVERAGE, True),
+        algorithm="dp_fedavg",
+    ),
+    "ceiling": Extension(
+        "no noise, 3 epochs, momentum and a long average",
+        *(PLD_NOISE, (), _momentum(0.4), True),
+        algorithm="non_private",
+        training=FEW_EPOCHS,
+    ),
     "basis": Extension(
         "PLD, 64 cosines, 3 epochs, momentum and a long average",
         *(PLD_NOISE, (0.025,), _momentum(0.4), True, 0.0, BASIS_PULLS),
+        basis=COSINES,
+        training=FEW_EPOCHS,
+    ),
+    "basis-plan": Extension(
+        "what `fedhdp plan --training` suggests, without a tuning run",
+        *(PLD_NOISE, None, _momentum(0.4), True, 0.0, BASIS_PULLS),
         basis=COSINES,
         training=FEW_EPOCHS,
     ),
@@ -95,6 +113,26 @@ EXTENSIONS = {
         basis=COSINES,
         training=FEW_EPOCHS,
     ),
+    "scattering": Extension(
+        "PLD, 64 scattering features, 3 epochs, momentum and a long average",
+        *(PLD_NOISE, (0.025,), _momentum(0.4), True, 0.0, BASIS_PULLS),
+        scattering=True,
+        training=FEW_EPOCHS,
+    ),
+    "scattering-dp": Extension(
+        "DP-FedAvg with 64 scattering features, 3 epochs, momentum and a long average",
+        *(PLD_NOISE, (), _momentum(0.04), True, 0.0, BASIS_PULLS),
+        algorithm="dp_fedavg",
+        scattering=True,
+        training=FEW_EPOCHS,
+    ),
+    "scattering-none": Extension(
+        "no noise, with 64 scattering features, 3 epochs, momentum and a long average",
+        *(PLD_NOISE, (), _momentum(0.4), True, 0.0, BASIS_PULLS),
+        algorithm="non_private",
+        scattering=True,
+        training=FEW_EPOCHS,
+    ),
     "basis-skewed": Extension(
         "PLD, 64 cosines, 3 epochs, momentum and a long average",
         *(PLD_NOISE, (0.5,), _momentum(0.05), True, 0.0, BASIS_PULLS),
@@ -102,14 +140,24 @@ EXTENSIONS = {
         basis=LONG_COSINES,
         training=FEW_EPOCHS,
     ),
+    "poisson-writers": Extension(
+        "Poisson sampling and the average, nothing else changed",
+        *(None, (0.025, 0.05), LONG_AVERAGE, True),
+        tables=("fmnist",),
+    ),
     "basis-writers": Extension(
         "64 cosines, 3 epochs, momentum and a long average",
-        *(None, (0.01,), _momentum(0.2), True, 0.0, (0.005, 0.05)),
+        *(None, (0.01,), _momentum(0.2), True, 0.0, (0.005, 0.05, (0.05, 0.005))),
         tables=("fmnist",),
         basis=COSINES,
         training=WRITERS_TRAINING,
     ),
 }
+
+
+def is_trained_otherwise(part: str) -> bool:
+    """Whether a part of a table has a model and training of its own."""
+    return part in EXTENSIONS and EXTENSIONS[part].training is not None
 
 
 def extension_part(
@@ -122,6 +170,8 @@ def extension_part(
         private = replace(private, noise_multiplier=extension.noise_multiplier)
     mechanism = MechanismConfig((opted_out, private), AdaptiveClip(initial=table.clip))
     weights = extension.weights if extension.weights is not None else theory_weights(mechanism, "shared")[1:]
+    if extension.scattering:
+        data = replace(data, transform="scattering")
     if extension.validation:
         data = replace(data, validation=extension.validation)
     rows = [TableRow(extension.algorithm, weight) for weight in weights or (None,)]

@@ -260,8 +260,9 @@ def markdown(comparison: Comparison) -> str:
     texts = (global_table(comparison), rivals_table(comparison), personal_table(comparison), claims_table(comparison))
     blocks += [markdown_table(table) for table in texts if table.rows]
     seconds = ", ".join(f"{part} {value:.0f}" for part, value in comparison.seconds_per_seed.items())
-    duration = f"seconds per seed: {seconds}" + (f", on {'; '.join(machines)}" if machines else "")
-    blocks.append("\n".join(f"- {note.strip()}" for note in [*footnotes(comparison), duration]))
+    duration = [f"seconds per seed: {seconds}"] if seconds else []  # a machine that did other work has none to report
+    duration += [f"on {'; '.join(machines)}"] if machines else []
+    blocks.append("\n".join(f"- {note.strip()}" for note in [*footnotes(comparison), ", ".join(duration)] if note))
     return "\n\n".join(blocks) + "\n"
 
 

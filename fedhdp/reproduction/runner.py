@@ -19,8 +19,10 @@ from msgspec.structs import replace
 import fedhdp
 from fedhdp.errors import RunError
 from fedhdp.experiments import runner
+from fedhdp.experiments.components import DataConfig
 from fedhdp.experiments.config import Experiment
 from fedhdp.experiments.toml import from_toml
+from fedhdp.reproduction.extensions import is_trained_otherwise
 from fedhdp.reproduction.levels import PFA_FOLDER
 from fedhdp.reproduction.tables import Part
 from fedhdp.results import store
@@ -79,11 +81,17 @@ def incompatible_fields(first: Experiment, second: Experiment) -> list[str]:
     """The fields in which two parts differ that must be equal in one table."""
     if first.name == second.name:
         return _differing_fields(first, second, {"seed", "noise_seed", "variants"})
-    same_split = replace(first, data=replace(first.data, validation=second.data.validation))
+    same_split = replace(first, data=_with_inputs_of(second, first.data))
     of_part = {"name", "seed", "noise_seed", "variants", "mechanism", "server"}
-    if getattr(first.model, "basis", None) != getattr(second.model, "basis", None):  # and training that suits it
+    if any(is_trained_otherwise(experiment.name.partition("/")[2]) for experiment in (first, second)):
         of_part |= {"model", "training"}
     return _differing_fields(same_split, second, of_part)
+
+
+def _with_inputs_of(other: Experiment, data: DataConfig) -> DataConfig:
+    """The data with another experiment's share to validate on and transform of inputs: the clients are the same."""
+    changes = {field: getattr(other.data, field) for field in ("validation", "transform") if hasattr(other.data, field)}
+    return replace(data, **{field: value for field, value in changes.items() if hasattr(data, field)})
 
 
 def plan_parts(out: Path, parts: Iterable[Part]) -> list[Part]:

@@ -25,6 +25,7 @@ from fedhdp.privacy.costs import privacy_costs, scheduled_costs
 from fedhdp.reproduction.extensions import EXTENSIONS, Extension
 from fedhdp.reproduction.levels import LEVEL_TABLES
 from fedhdp.reproduction.runner import MACHINE, SUPPLEMENT, Machine, incompatible_fields
+from fedhdp.reproduction.tables import pull_label
 from fedhdp.results import store
 from fedhdp.results.schema import GroupResult, Summary, VariantResult, account_groups
 
@@ -137,12 +138,14 @@ def read_lines(run: FinishedRun) -> dict[LineKey, dict[str, float]]:
 
 def _lines_of_variant(part: str, variant: VariantResult, averaged: bool) -> dict[LineKey, dict[str, float]]:
     """The lines of the global model, of the variant's pull, and of the pulls that clients chose."""
-    key, pulls = _line_key(part, variant), {group.pull for group in variant.groups}
+    key, pulls = _line_key(part, variant), [group.pull for group in variant.groups]
     average = variant.value("accuracy", "average")
     server_columns = _percent("acc_g", average if averaged else variant.server_accuracy) | _percent("average", average)
     lines = {key: server_columns | _columns(variant, "g", "average" if averaged else "global")}
-    if len(pulls) == 1:
-        lines[replace(key, pull=pulls.pop())] = _columns(variant, "l", "personal")
+    if len(set(pulls)) == 1:
+        lines[replace(key, pull=pulls[0])] = _columns(variant, "l", "personal")
+    elif len(pulls) == 2:
+        lines[replace(key, pull=pull_label((pulls[0], pulls[1])))] = _columns(variant, "l", "personal")
     lines[replace(key, pull=CHOSEN)] = _columns(variant, "l", "chosen")
     return lines
 

@@ -45,6 +45,7 @@ PUBLISHED_COLUMNS = (
 )
 
 BatchRule = Literal["whole", "all"]
+Pull = float | tuple[float, float]  # of both groups, or of the opted-out and of the private clients
 
 
 class TableRow(NamedTuple):
@@ -245,16 +246,23 @@ def groups_of(table: PaperTable, data: BuiltInData) -> tuple[GroupConfig, GroupC
     )
 
 
-def variants_of(rows: Iterable[TableRow], pulls: Iterable[float] = PULLS) -> tuple[Variant, ...]:
+def variants_of(rows: Iterable[TableRow], pulls: Iterable[Pull] = PULLS) -> tuple[Variant, ...]:
     """Every row with every pull; without pulls, every row once."""
     weighted = [(row, {} if row.weight is None else {PRIVATE: row.weight}) for row in rows]
     if not (pulls := tuple(pulls)):
         return tuple(Variant(row.label, row.algorithm, weights) for row, weights in weighted)
-    return tuple(
-        Variant(f"{row.label}, λ={pull:g}", row.algorithm, weights, {OPTED_OUT: pull, PRIVATE: pull})
-        for row, weights in weighted
-        for pull in pulls
-    )
+    variants = []
+    for row, weights in weighted:
+        for pull in pulls:
+            opted_out, private = pull if isinstance(pull, tuple) else (pull, pull)
+            name = f"{row.label}, λ={pull_label((opted_out, private))}"
+            variants.append(Variant(name, row.algorithm, weights, {OPTED_OUT: opted_out, PRIVATE: private}))
+    return tuple(variants)
+
+
+def pull_label(pulls: tuple[float, float]) -> str:
+    """The pulls of the opted-out and of the private clients, once if they are equal."""
+    return f"{pulls[0]:g}" if pulls[0] == pulls[1] else f"{pulls[1]:g} and {pulls[0]:g}"
 
 
 def make_experiment(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from helpers import raises_field
 from msgspec.structs import replace
 from reproduction_runs import HANDWRITING
 
 from fedhdp.errors import ConfigError
+from fedhdp.experiments.presets import OPTED_OUT, PRIVATE, plan_experiment
 from fedhdp.privacy.accounting import gaussian_epsilon
 from fedhdp.privacy.calibration import noise_multiplier_for
 from fedhdp.reproduction import extensions
 from fedhdp.reproduction.extensions import EXTENSIONS, extension_part, make_parts, parse_rows
 from fedhdp.reproduction.runner import incompatible_fields
-from fedhdp.reproduction.tables import TABLES, Options
+from fedhdp.reproduction.tables import TABLES, Options, TableRow, variants_of
+from fedhdp.theory.planning import LevelShare, plan
+from fedhdp.theory.training import suggest_training
 
 
 def test_extensions_keep_the_papers_epsilon_by_poisson_sampling():
@@ -39,6 +44,30 @@ def test_pld_noise_is_the_least_for_the_epsilon():
 def test_weight_of_theory_is_near_the_papers():
     (variant,) = extension_part("theory", HANDWRITING["noniid-mnist"]).variants
     assert 0.02 <= variant.weights["private"] <= 0.03
+
+
+def test_row_of_the_plan_is_what_the_plan_suggests():
+    levels = [LevelShare(OPTED_OUT, math.inf, 0.05), LevelShare(PRIVATE, extensions.EPSILON, 0.95)]
+    suggested = plan(2000, 100, 500, 1e-4, levels)
+    planned, row = (
+        plan_experiment(suggested, suggest_training(suggested)),
+        extension_part("basis-plan", HANDWRITING["noniid-mnist"]),
+    )
+    assert (planned.model, planned.training, planned.server) == (row.model, row.training, row.server)
+    assert (planned.rounds, planned.delta) == (row.rounds, row.delta)
+    for group, of_row in zip(suggested.mechanism.groups, row.mechanism.groups, strict=True):
+        assert (group.clients, group.sampling_rate) == (of_row.clients, of_row.sampling_rate)
+        assert group.noise_multiplier == pytest.approx(of_row.noise_multiplier, rel=0.003)
+    for variant in row.variants:
+        assert variant.weights[PRIVATE] == pytest.approx(suggested.mechanism.groups[1].weight, rel=0.05)
+
+
+@pytest.mark.parametrize("pull", [(0.05, 0.005), 0.05])
+def test_a_row_has_a_pull_for_each_group(pull):
+    (variant,) = variants_of([TableRow("fedhdp", 0.01)], [pull])
+    pulls = (0.05, 0.005) if isinstance(pull, tuple) else (0.05, 0.05)
+    assert variant.pulls == dict(zip((OPTED_OUT, PRIVATE), pulls, strict=True))
+    assert variant.name.rpartition(", λ=")[2] == ("0.005 and 0.05" if isinstance(pull, tuple) else "0.05")
 
 
 @pytest.mark.parametrize("table", ["noniid-mnist", "skewed-mnist", "fmnist"])

@@ -2,8 +2,8 @@
 
 Three hundred devices log what happens as sequences of twelve tokens. Four behaviours make the same tokens equally often, but
 in another order: each has its own habit of what follows what. The model is an embedding and a gated recurrent unit in plain
-JAX, 1,840 parameters. Over five seeds 97% of 1,000 new sequences are right without noise, 95% with FedHDP and 50 to 83% if
-everybody gets the noise of the strictest. A logistic regression on the counts of tokens, without privacy, has 26%.
+JAX, 1,840 parameters. With seed 1 (`python examples/sequences.py 60 1`) 95% of 1,000 new sequences were right without noise,
+95% with FedHDP and 64% if everybody gets the noise of the strictest; noise is fresh in every run.
 """
 
 import sys

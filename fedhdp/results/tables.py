@@ -233,13 +233,8 @@ def format_table(
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     cells = [header, ["─" * width for width in widths], *rows]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return "\n".join(
-        [
-            *legend(header, shown),
-            *lines,
-            *footnotes([variant for seed in (variants, *other_seeds) for variant in seed], metric),
-        ]
-    )
+    notes = footnotes([variant for seed in (variants, *other_seeds) for variant in seed], metric)
+    return "\n".join([*legend(header, shown), *lines, *notes])
 
 
 def _format_cell(metric: MetricInfo, values: Sequence[tuple[float | None, float | None]], variances: bool) -> str:

@@ -54,6 +54,21 @@ def test_missing_package_is_named(monkeypatch, capsys, module, arguments):
     assert "pip install" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("option", "value"), [("rounds", 0), ("simulate", 0), ("simulate", -3), ("patience", "nan")])
+def test_wrong_numbers_are_refused(monkeypatch, capsys, option, value):
+    assert run_demo(monkeypatch, f"--{option}", value) == 2
+    assert f"--{option} must be above 0, got {value}" in capsys.readouterr().err
+
+
+def test_directory_with_a_finished_run_is_refused(monkeypatch, capsys, tmp_path):
+    """Its results are not those of this run."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    assert run_demo(monkeypatch, "--keep", tmp_path) == 2
+    assert f"--keep {tmp_path} has a finished run" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 @pytest.mark.process
 @pytest.mark.slow
 def test_failing_server_ends_the_demo(monkeypatch, tmp_path):

@@ -79,7 +79,7 @@ def test_deployment_equals_simulation(tmp_path, training, clip, arithmetic):
     assert abs(initial_arrays(MODEL, SEED)["first/w"] - model["global/first/w"]).max() > 0.01
     assert set(model) == set(simulation.parameters)
     for name, array in simulation.parameters.items():
-        np.testing.assert_allclose(model[name], array, atol=1e-5)
+        np.testing.assert_allclose(model[name], array, atol=3e-5)
     scores = {(row.group, row.model, row.metric): row.value for row in simulation.history}
     for group, simulated in zip(variant.groups, simulation.result("", 1e-4, "rdp").groups, strict=True):
         assert group.value("accuracy") == pytest.approx(scores[group.name, "global", "accuracy"], abs=1e-6)

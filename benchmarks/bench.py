@@ -5,6 +5,7 @@
     make bench ARGS="--quick --json"              at most 10 minutes, one JSON document on standard output
     make bench ARGS="--only fedhdp,torch"         some of them
     make bench ARGS="--figure performance.png"    a figure too; one for each work if there are several
+    make bench ARGS="--from results.json"         the tables of a document that --output wrote; nothing is timed
 
 The document of one work is an object; that of several has an object for each by the work's name. Environments are under
 build/bench. A peer that cannot be installed or run is null, with the reason. Where one of a peer's settings fails, the
@@ -58,10 +59,8 @@ CORES = len(os.sched_getaffinity(0))
 TORCH = "torch==2.13.0"
 THREADS = {f"{threads} thread{'s' * (threads > 1)}": {"threads": threads} for threads in sorted({1, CORES})}
 LAST = {f"{name}, channels last": options | {"channels_last": True} for name, options in THREADS.items()}
-BUILT_IN, PLAIN_JAX = (
-    {"built-in network": {}},
-    {"plain JAX functions": {"network": "jax"}},
-)  # no transformer is built in
+BUILT_IN = {"built-in network": {}}
+PLAIN_JAX = {"plain JAX functions": {"network": "jax"}}  # no transformer is built in
 PERSONAL = {"personal": True}
 CONTENDERS = {  # in the order in which they run: the slowest to install last
     "fedhdp": Contender(
@@ -132,9 +131,8 @@ CONTENDERS = {  # in the order in which they run: the slowest to install last
     ),
 }
 SWEPT = ("fedhdp", "fedhdp+personal")
-SWEEPS: dict[
-    str, tuple[tuple[int, ...], dict[str, int]]
-] = {  # of MNIST: along what, at which values, what else changes
+Sweep = tuple[tuple[int, ...], dict[str, int]]  # the values, and what else changes
+SWEEPS: dict[str, Sweep] = {  # of MNIST
     "cohort": ((10, 30, 100, 300, 1000), {}),
     "samples": ((10, 30, 100, 300), {"clients": 500}),
     "hidden": ((10, 50, 200, 800), {"clients": 500}),
@@ -344,9 +342,6 @@ def bench(names: list[str], work: w.Work, quick: bool, rounds: int | None, sweep
                 log(f"{name}: not timed: {reason}")
             peers[name] = {"seconds": None, "reason": str(reason), "can": CONTENDERS[name].can}
     flops, peak = w.flops(work, models=2), max(rates.values())
-    for peer in peers.values():
-        if peer["seconds"] is not None:
-            peer["arithmetic_at_peak"] = peer["flops"] / peak / 1e9
     return {
         "seconds_per_round": {name: peer["seconds"] for name, peer in peers.items()},
         "naive_at_peak": flops / peak / 1e9,
@@ -361,6 +356,12 @@ def bench(names: list[str], work: w.Work, quick: bool, rounds: int | None, sweep
     }
 
 
+def read_results(path: Path) -> dict[str, Any]:
+    """The results by work, of a document with one or several."""
+    document = json.loads(path.read_text())
+    return {document["work"]["name"]: document} if "work" in document else document
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The engine against its peers.")
     parser.add_argument(
@@ -372,6 +373,7 @@ def main() -> None:
     parser.add_argument("--work", default="mnist", help=f"some of {','.join(w.WORKS)}, or all")
     parser.add_argument("--figure", type=Path, help="draw the results into this file; of several works into FILE-WORK")
     parser.add_argument("--output", type=Path, help="write the JSON document to this file too")
+    parser.add_argument("--from", dest="stored", type=Path, help="time nothing: read what --output wrote")
     parser.add_argument(
         "--sizes", type=json.loads, default={}, help="other sizes, as JSON, to try the benchmark itself"
     )
@@ -382,11 +384,13 @@ def main() -> None:
         unknown = set(values) - set(known)
         if unknown:
             parser.error(f"{option} knows {', '.join(known)}, not {', '.join(sorted(unknown))}")
-    results = {}
+    results = {} if arguments.stored is None else read_results(arguments.stored)
+    works = list(results) or works
     for name in works:
-        sweeps = name == "mnist" and not arguments.quick and not arguments.sizes
-        work = w.from_dict({"name": name, **arguments.sizes})
-        results[name] = bench(names, work, arguments.quick, arguments.rounds, sweeps)
+        if arguments.stored is None:
+            sweeps = name == "mnist" and not arguments.quick and not arguments.sizes
+            work = w.from_dict({"name": name, **arguments.sizes})
+            results[name] = bench(names, work, arguments.quick, arguments.rounds, sweeps)
         if arguments.figure:
             path = arguments.figure
             show.figure(results[name], path if len(works) == 1 else path.with_stem(f"{path.stem}-{name}"))

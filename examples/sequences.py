@@ -1,4 +1,4 @@
-"""Token sequences at three privacy levels: `python examples/sequences.py [ROUNDS]`, half a minute on two cores.
+"""Token sequences at three privacy levels: `python examples/sequences.py [ROUNDS [SEED]]`, half a minute on two cores.
 
 Three hundred devices log what happens as sequences of twelve tokens. Four behaviours make the same tokens equally often, but
 in another order: each has its own habit of what follows what. The model is an embedding and a gated recurrent unit in plain
@@ -79,8 +79,8 @@ def apply(parameters, tokens, key):
     return states.mean(axis=0) @ parameters["output"]
 
 
-def main(rounds=60):
-    data = make_data(seed=0)
+def main(rounds=60, seed=0):
+    data = make_data(seed)
     weights = {"open": 1.0, "mild": 0.1, "strict": 0.027}
     groups = (PrivacyGroup(name, LEVELS.count(name), 0.0, 0.2, weight, pull=0.1) for name, weight in weights.items())
     mechanism = Mechanism(tuple(groups), clip=AdaptiveClip(initial=1.0))
@@ -89,7 +89,7 @@ def main(rounds=60):
 
     algorithms = {"Non-Private": non_private, "DP-FedAvg": dp_fedavg, "FedHDP": fedhdp}
     mechanisms = [algorithm(mechanism) for algorithm in algorithms.values()]
-    runs = simulate_many(data, Model(init, apply), mechanisms, training, rounds=rounds)
+    runs = simulate_many(data, Model(init, apply), mechanisms, training, rounds=rounds, seed=seed)
     print(format_table([run.result(name, DELTA) for name, run in zip(algorithms, runs, strict=True)]))
 
 

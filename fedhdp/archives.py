@@ -1,8 +1,9 @@
-"""NumPy's npz archives, checked before they are unpacked: what a file declares is all that it can cost."""
+"""NumPy's npy files and npz archives, checked before they are read: what a file declares is all that it can cost."""
 
 from __future__ import annotations
 
 import math
+import os
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -53,6 +54,26 @@ def read_npz(path: Path, names: Iterable[str] | None = None) -> dict[str, np.nda
             raise ValueError(_reason(error)) from error
 
 
+def read_npy(path: Path) -> np.ndarray:
+    """Read the array of an npy file.
+
+    Raises:
+        ValueError: If the file is damaged or no array of numbers or text, or larger than this machine's memory.
+    """
+    with open(path, "rb") as file:
+        try:
+            shape, dtype = _read_header(file)
+            size = _array_size(shape, dtype, path.name)
+            if size != os.fstat(file.fileno()).st_size - file.tell():
+                raise ValueError(f"it declares an array of {size} bytes and has another size")
+            require_memory(size, "its array", "an array")
+            file.seek(0)
+            array: np.ndarray = npy.read_array(file, allow_pickle=False)
+        except Exception as error:  # NumPy's reader of headers raises anything on damaged files
+            raise ValueError(_reason(error)) from error
+        return array
+
+
 class _MissingArrayError(KeyError):
     """An array that was asked for is not there."""
 
@@ -83,12 +104,18 @@ def _declared_size(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> int:
     with archive.open(info) as member:
         shape, dtype = _read_header(member)
         header = member.tell()
-    if dtype.hasobject:
-        raise ValueError(f"{info.filename!r} is an array of objects, not of numbers or text")
-    size: int = math.prod(map(int, shape)) * dtype.itemsize
-    if size != info.file_size - header or min(shape, default=0) < 0:
+    size = _array_size(shape, dtype, info.filename)
+    if size != info.file_size - header:
         raise ValueError(f"{info.filename!r} declares an array of {size} bytes and has {info.file_size - header}")
     return size
+
+
+def _array_size(shape: tuple[int, ...], dtype: np.dtype, name: str) -> int:
+    if dtype.hasobject:
+        raise ValueError(f"{name!r} is an array of objects, not of numbers or text")
+    if min(shape, default=0) < 0:
+        raise ValueError(f"{name!r} declares an array of the shape {shape}")
+    return math.prod(map(int, shape)) * dtype.itemsize
 
 
 def _read_header(member: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:

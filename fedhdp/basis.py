@@ -18,14 +18,13 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from fedhdp.errors import DataError, InvalidValueError, require
-from fedhdp.models import Array, Model, Parameters
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a deployment's client, which may be of another framework, loads no JAX for second moments
     from fedhdp.data import FederatedData
+    from fedhdp.models import Array, Model, Parameters
 
 
 class Moments(NamedTuple):
@@ -183,6 +182,10 @@ def with_basis(model: Model, basis: np.ndarray) -> Model:
 
 @lru_cache(maxsize=32)
 def _with_basis(model: Model, content: bytes, shape: tuple[int, int]) -> Model:
+    import jax.numpy as jnp
+
+    from fedhdp.models import Model
+
     basis_FK = np.frombuffer(content, np.float32).reshape(shape)
 
     def apply(parameters: Parameters, x_N: Array, key: Array | None) -> Array:

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 from helpers import tiny_data
+from hypothesis import settings
 
 from fedhdp.data import FederatedData
 
 # Tests compile the same small programs in many processes: they share what is compiled.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "fedhdp-tests-compiled"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+settings.register_profile("fedhdp", deadline=None)  # a machine with too much to do fails no test
+settings.load_profile("fedhdp")
+
+OPTIMIZED = ("engine", "simulation", "test_")  # where numbers are compared to the last bit, or with bounds on rounding
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forget_what_was_compiled():
-    """Linux gives a process 65,530 memory maps and every compiled program takes some: one that has none left is aborted."""
-    yield
+def _compiler(request):
+    """Optimize the programs of some tests as users' are, and those of others little, which compiles faster.
+
+    Linux gives a process 65,530 memory maps and every compiled program takes some: one that has none left is aborted.
+    """
     import jax  # not above: it would not see the cache's folder
 
+    subject = request.path.relative_to(Path(__file__).parent).as_posix()
+    jax.config.update("jax_disable_most_optimizations", not subject.startswith(OPTIMIZED))
+    yield
     jax.clear_caches()
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from experiment_helpers import tiny
 from msgspec.structs import replace
 
@@ -14,7 +15,7 @@ from fedhdp.mechanism import SERVER, Mechanism
 from fedhdp.privacy.costs import privacy_costs
 from fedhdp.results import MetricRow, Summary, VariantDirectory, VariantResult, slug, write_value
 from fedhdp.results.schema import account_groups, attach_metrics
-from fedhdp.results.store import RunDirectory
+from fedhdp.results.store import SCORES_FILE, RunDirectory, write_arrays
 
 VARIANTS = (
     Variant("Non-Private", "non_private"),
@@ -60,7 +61,9 @@ def write_page_run(
     noise_seed = 2 if repeatable else None
     changes = {"seed": seed, "rounds": rounds, "noise_seed": noise_seed, "evaluate_every": every}
     experiment: Experiment = replace(tiny(), variants=tuple(variants), mechanism=mechanism_config, **changes)
-    RunDirectory.create(path, to_toml(experiment).encode()).__exit__()
+    group_of_client = {f"{g.name} {number}": g.name for g in renamed for number in range(g.clients)}
+    with RunDirectory.create(path, to_toml(experiment).encode()) as directory:
+        directory.record_clients(group_of_client)
     base = experiment.build_mechanism()
     results = []
     for number, variant in enumerate(experiment.variants):
@@ -83,6 +86,8 @@ def write_page_run(
         results.append(attach_metrics(result, rows))
         if finished:
             write_value(part.path / "result.json", results[-1])
+            own = [number * (1 - seed / 10) / len(group_of_client) for number in range(len(group_of_client))]
+            write_arrays(part.path / SCORES_FILE, {"personal/accuracy": np.array(own, np.float32)})
     if finished:
         write_value(path / "summary.json", Summary(experiment.name, 3.0, results))
     return path

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedhdp import memory
-from fedhdp.archives import array_names, read_npz
+from fedhdp.archives import array_names, read_npy, read_npz
 
 
 def npy(array, **changes):
@@ -95,6 +95,23 @@ def test_reading_needs_little_more_than_the_arrays(path):
     read_npz(path)
     assert declared <= tracemalloc.get_traced_memory()[1] < 1.5 * declared
     tracemalloc.stop()
+
+
+def test_an_npy_file_is_an_array_of_its_own_size(path, monkeypatch):
+    array = np.arange(12.0).reshape(3, 4)
+    content = npy(array)
+    path.write_bytes(content)
+    np.testing.assert_array_equal(read_npy(path), array)
+    large = content.replace(b"(3, 4), }      ", b"(3, 4000000), }")
+    for damaged in (content[:-1], content + b"\0", content[:20], b"", b"PK\x03\x04", large, npy(np.array([{}]))):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r".") as error:
+            read_npy(path)
+        assert "\n" not in str(error.value)
+    path.write_bytes(content)
+    monkeypatch.setattr(memory, "machine_memory", lambda: 10)
+    with pytest.raises(ValueError, match="96 bytes"):
+        read_npy(path)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -144,8 +144,28 @@ def test_setting_that_fails_is_told_and_the_next_best_counts(modules, monkeypatc
     result = {"work": w.as_dict(w.Work()), "seconds_per_round": {"fedhdp": 0.5, "fedhdp+personal": None}}
     result |= {"peers": {"pfl": peer}, "naive_at_peak": 1.0, "gemm_gflops": 1.0, "machine": machine, "sweeps": []}
     table = show.table(result)
-    assert "| pfl | two | 1.0000 | 1.0000 – 1.0000 | 2.0 × | 4.0 | 5.0 |" in table
+    floor = w.flops(w.Work(), models=1) / 1e9  # at 1 GFLOP/s
+    assert f"| pfl | two | 1.0000 | 1.0000 – 1.0000 | 2.0 × | {1 / floor:.2f} | 4.0 | 5.0 |" in table
     assert "pfl, other settings: one 2.0000 s; three: exit -11: no output (failed, so another setting counts)." in table
+
+
+def test_title_says_what_is_seen(modules):
+    _, show, _ = modules
+    seconds = {"fedhdp": 0.5, "fedhdp-user": 0.1, "torch": 1.0, "pfl": 8.0, "flower": None}
+    title = "fedhdp takes 0.5 s a round, its peers 2.0 to 16 times as long"
+    assert show.title({"seconds_per_round": seconds}) == title
+    assert "less is better" in show.title({"seconds_per_round": {"fedhdp": 0.5, "torch": None}})
+
+
+def test_scaling_is_the_measured_rounds_and_the_page_has_its_table(modules):
+    """A hundred clients on one GPU take what was measured."""
+    import scaling
+
+    for work, seconds, clients in zip(scaling.WORKS, (2.49e-3, 213.38e-3), (10_000, 10_200), strict=True):
+        of_round = scaling.predict(work, clients, 1)
+        assert sum(of_round.seconds.values()) - of_round.seconds["host"] == pytest.approx(seconds)
+    page = BENCHMARKS.parent / "docs" / "explanation" / "performance.md"
+    assert scaling.table() in page.read_text()
 
 
 @pytest.mark.slow
@@ -155,10 +175,13 @@ def test_output_is_one_json_document(modules, tmp_path):
     small = {"clients": 40, "cohort": 4, "samples": 5, "batch": 2, "epochs": 2, "hidden": 8}
     command = [sys.executable, str(BENCHMARKS / "bench.py"), "--quick", "--json", "--only", "fedhdp,fedhdp-user"]
     command += ["--rounds", "2", "--work", "mnist,femnist", "--sizes", json.dumps(small)]
-    command += ["--figure", str(tmp_path / "figure.png")]
+    command += ["--output", str(tmp_path / "results.json")]
     process = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
     document = json.loads(process.stdout)
+    redraw = [*command[:2], "--from", str(tmp_path / "results.json"), "--figure", str(tmp_path / "figure.png")]
+    tables = subprocess.run(redraw, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert tables == "\n\n".join(map(show.table, document.values())) + "\n"
     assert list(document) == ["mnist", "femnist"]
     for name, result in document.items():
         assert result["work"]["name"] == name

@@ -303,6 +303,8 @@ def test_errors_of_the_inverse_are_far_below_their_bound():
     """The inverse of the distribution function in double precision, against many digits."""
     rng = np.random.default_rng(0)
     tails = [int(2.0 ** rng.uniform(0, 63)) for _ in range(150)] + [1, 2**63 - 1]
+    borders = [int(math.exp(-power) * 2**64) for power in (2, 32)]  # of the ranges of its approximations
+    tails += [border + offset for border in borders for offset in (-1000, -1, 0, 1, 2, 1000)]
     worst = 0.0
     with mpmath.workprec(160):
         for tail in tails:

@@ -149,7 +149,7 @@ def test_noise_is_calibrated_to_the_clip_of_the_round_not_the_next():
     assert float(clip) > 5.0  # the next clip is another number altogether
 
 
-def test_noise_stddev_is_equal_for_all_parameters():
+def test_noise_scale_is_not_divided_once_per_tensor():
     update_P, _ = private_mean(MECHANISM.round_params, jnp.float32(0.5), empty_sums(60_000), jax.random.key(2))
     stddevs = np.asarray(update_P).reshape(6, -1).std(axis=1) * float(MECHANISM.round_params.expected_weight)
     np.testing.assert_allclose(stddevs, MECHANISM.update_noise_stddev * 0.5, rtol=0.04)

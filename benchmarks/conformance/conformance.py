@@ -26,7 +26,6 @@ LIBRARIES: dict[str, tuple[str, tuple[str, ...] | None]] = {  # script, and pack
     "fedhdp": ("fedhdp_adapter.py", None),
     "flower": ("flower_adapter.py", None),
     "pfl": ("pfl_adapter.py", ("pfl==0.6.0", *KIT)),
-    "fl4health": ("fl4health_adapter.py", ("fl4health", *KIT)),
 }
 LIMIT = 600.0  # seconds to install a library, and to check it
 

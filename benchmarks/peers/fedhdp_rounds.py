@@ -105,11 +105,9 @@ class Layout:
         return {name: np.asarray(flat[name]) for name in self.work.shapes()}
 
 
-def main() -> None:
-    fedhdp.use_cpu_cores()
-    task = w.read_task()
-    work, data = task.work, task.work.data()
-    personal, network = task.options.get("personal", False), task.options.get("network", "built-in")
+def make_simulation(work: w.Work, data: w.Data, options: dict) -> tuple[Simulation, Layout]:
+    """The simulation of a work, and how its network's arrays are laid out."""
+    personal, network = options.get("personal", False), options.get("network", "built-in")
     x_N, y_N = (a_KM.reshape(-1, *a_KM.shape[2:]) for a_KM in (data.x_KM, data.y_KM.astype(np.int32)))
     train = examples(x_N, y_N, np.full(work.clients, work.samples))
     server = data.server_x_N, data.server_y_N.astype(np.int32)
@@ -120,16 +118,24 @@ def main() -> None:
     mechanism = paper_mechanism(work) if personal else peers_mechanism(work)
     layout = Layout(work, network, jax.eval_shape(model.init, jax.random.key(0)))
     initial = layout.to_model(w.initial_model(work))
-    simulation = Simulation(federated, model, mechanism, training, seed=work.seed, initial_model=initial)
+    return Simulation(federated, model, mechanism, training, seed=work.seed, initial_model=initial), layout
+
+
+def main() -> None:
+    fedhdp.use_cpu_cores()
+    task = w.read_task()
+    work, data = task.work, task.work.data()
+    simulation, layout = make_simulation(work, data, task.options)
 
     def run_round(number: int) -> None:
         simulation.run_round()
         simulation.wait()
 
     times = w.time_rounds(task, run_round)
-    trained = layout.from_model(simulation.model())
-    cohort_size = round(mechanism.expected_cohort_size())
-    steps = cohort_size * training.epochs * -(-work.samples // training.batch_size) * (2 if personal else 1)
+    trained, training = layout.from_model(simulation.model()), simulation.training
+    cohort_size = round(simulation.mechanism.expected_cohort_size())
+    models = 2 if training.personalize else 1
+    steps = cohort_size * training.epochs * -(-work.samples // training.batch_size) * models
     versions = {"fedhdp": fedhdp.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
     device = f"{len(jax.devices())} × {jax.devices()[0].device_kind}"
     w.write_result(task, data, times, steps, trained, versions, device=device)

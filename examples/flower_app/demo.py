@@ -33,7 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keep", type=Path, metavar="DIR", help="work in this directory, which stays")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--simulate", type=int, default=0, metavar="N", help="with N virtual clients")
+    parser.add_argument("--simulate", type=int, metavar="N", help="with N virtual clients")
     parser.add_argument(
         "--patience",
         type=float,
@@ -42,6 +42,12 @@ def parse_arguments() -> argparse.Namespace:
         help="how long the run may make no progress (default: %(default)g)",
     )
     arguments = parser.parse_args()
+    for option in ("rounds", "simulate", "patience"):
+        value = getattr(arguments, option)
+        if value is not None and not 0 < value < float("inf"):
+            parser.error(f"--{option} must be above 0, got {value}")
+    if arguments.keep is not None and results_of(arguments.keep).exists():
+        parser.error(f"--keep {arguments.keep} has a finished run: name another directory")
     if importlib.util.find_spec("flwr") is None:
         parser.error("Flower is not installed: pip install 'fedhdp[flower]'")
     if arguments.simulate and importlib.util.find_spec("ray") is None:
@@ -56,18 +62,25 @@ def main() -> None:
     directory, stays = arguments.keep or Path(tempfile.mkdtemp(prefix="flower-demo-")), arguments.keep is not None
     try:
         run_demo(directory.resolve(), arguments)
-    except FleetError as error:
+    except (FleetError, OSError) as error:
         stays = True
         sys.exit(f"demo.py: {error}; all logs are in {directory}")
+    except KeyboardInterrupt:
+        sys.exit(130)
     finally:
         if not stays:
             shutil.rmtree(directory, ignore_errors=True)
 
 
+def results_of(directory: Path) -> Path:
+    """The file that a run writes last."""
+    return directory / "run" / "summary.json"
+
+
 def run_demo(directory: Path, arguments: argparse.Namespace) -> None:
     """Start the processes, submit a run, wait until it is completed, print its results, and stop everything."""
-    started, out, ledger = time.monotonic(), directory / "run", directory / "population.ledger"
-    run_config = {"out": str(out), "ledger": str(ledger), "rounds": arguments.rounds}
+    started, results, ledger = time.monotonic(), results_of(directory), directory / "population.ledger"
+    run_config = {"out": str(results.parent), "ledger": str(ledger), "rounds": arguments.rounds}
     with Fleet(directory) as fleet:
         if arguments.simulate:
             fleet.superlink("--insecure", "--simulation")
@@ -75,10 +88,10 @@ def run_demo(directory: Path, arguments: argparse.Namespace) -> None:
         else:
             fleet.superlink()
             start_supernodes(fleet)
-        run = fleet.submit(APP, arguments.simulate, **run_config)
+        run = fleet.submit(APP, arguments.simulate or 0, **run_config)
         print(f"run {run} at 127.0.0.1:{fleet.port}, logs in {fleet.directory}", flush=True)
-        wait_for_results(fleet, run, out / "summary.json", arguments.patience)
-        print_results(out / "summary.json", ledger)
+        wait_for_results(fleet, run, results, arguments.patience)
+        print_results(results, ledger)
         print(f"{time.monotonic() - started:.0f} seconds in all; stopping everything", flush=True)
 
 

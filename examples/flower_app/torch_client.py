@@ -17,6 +17,8 @@ from fedhdp.flower import Arrays, Deployment, Trainer, client_app
 
 Tensors = dict[str, torch.Tensor]
 
+torch.seed()  # every message starts a process, whose batches would otherwise be those of the last one
+
 
 def as_tensors(arrays: Arrays) -> Tensors:
     """Copies of NumPy arrays as tensors."""

@@ -9,6 +9,8 @@ from torch.nn.functional import cross_entropy
 
 from fedhdp.flower import Arrays, Trainer, client_app
 
+torch.seed()  # every message starts a process, whose batches would otherwise be those of the last one
+
 
 def train(arrays: Arrays, anchor: Arrays, pull: float, patients: Patients, epochs: int, rate: float) -> Arrays:
     """Train a model on the loss plus pull/2·‖model − anchor‖²."""

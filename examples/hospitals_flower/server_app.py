@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from task import new_model
 
 from fedhdp.flower import Arrays, Deployment, server_app
@@ -9,7 +10,8 @@ from fedhdp.flower import Arrays, Deployment, server_app
 
 def initial_arrays(deployment: Deployment) -> Arrays:
     """The network's initial parameters."""
-    return {name: parameter.detach().numpy() for name, parameter in new_model(deployment.seed).named_parameters()}
+    torch.manual_seed(deployment.seed)
+    return {name: parameter.detach().numpy() for name, parameter in new_model().named_parameters()}
 
 
 app = server_app(initial_arrays)

@@ -11,6 +11,7 @@ import hashlib
 import os
 import platform
 import re
+import stat
 import sys
 import warnings
 from pathlib import Path
@@ -55,14 +56,16 @@ def _machine() -> str:
 
 
 def _is_own_folder(folder: Path) -> bool:
-    """Make the folder if it is missing, and say whether it is the user's, writable, and nobody else's to write."""
+    """Make the folder if it is missing, and say whether it is the user's and nobody else's to write or replace."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
+        above = [parent.stat().st_mode for parent in folder.resolve().parents]
     except OSError:
         return False
     foreign = hasattr(os, "getuid") and (status.st_uid != os.getuid() or bool(status.st_mode & 0o022))
-    return not foreign and os.access(folder, os.W_OK | os.X_OK)
+    replaceable = any(mode & stat.S_IWOTH and not mode & stat.S_ISVTX for mode in above)
+    return not (foreign or (os.name == "posix" and replaceable)) and os.access(folder, os.W_OK | os.X_OK)
 
 
 def _remove_oldest(folder: Path) -> None:

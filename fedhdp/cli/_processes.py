@@ -7,6 +7,7 @@ variable that says which of the run's processes each is. Of several machines eac
 from __future__ import annotations
 
 import glob
+import json
 import os
 import signal
 import socket
@@ -20,9 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
 
-import msgspec
-
-from fedhdp.errors import ConfigError
+from fedhdp.errors import ConfigError, FedHDPError
 
 VARIABLE = "FEDHDP_PROCESS"
 LOST = 75  # the exit code of a process that another one's death has ended
@@ -31,13 +30,22 @@ END_SECONDS = 60.0  # for the other processes to end after the first
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")  # as JAX has it
 
 
-class Place(msgspec.Struct, frozen=True):
+class Place(NamedTuple):
     """Which of a run's processes a worker is."""
 
     processes: int
     number: int
     coordinator: str | None  # None: as JAX finds it, under Slurm
     note: str = ""  # a file for the command that resumes the run
+
+    def variable(self) -> str:
+        """The text by which an environment variable names the place."""
+        return json.dumps(self)
+
+    @classmethod
+    def of(cls, variable: str) -> Place:
+        """The place that an environment variable names."""
+        return cls(*json.loads(variable))
 
 
 class Worker(NamedTuple):
@@ -59,7 +67,7 @@ def run_in_processes(
 ) -> None:
     """Call a function in this process, or with several processes in the first of them; the others follow it."""
     if VARIABLE in os.environ:
-        _work(msgspec.json.decode(os.environ[VARIABLE], type=Place), start)
+        _work(Place.of(os.environ[VARIABLE]), start)
         return
     places = find_places(processes, coordinator, process_id, os.environ)
     if not places:
@@ -91,8 +99,10 @@ def find_places(
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
         return [Place(processes, number, address) for number in range(processes)] if processes > 1 else []
-    if all(name in environment for name in SLURM) and int(environment["SLURM_NTASKS"]) > 1:
-        return [Place(int(environment["SLURM_NTASKS"]), int(environment["SLURM_PROCID"]), None)]
+    if all(name in environment for name in SLURM):
+        tasks = int(environment["SLURM_NTASKS"])
+        in_step = int(environment.get("SLURM_STEP_NUM_TASKS", tasks))  # 1 in the shell of salloc, whatever the job has
+        return [Place(tasks, int(environment["SLURM_PROCID"]), None)] if min(tasks, in_step) > 1 else []
     return []
 
 
@@ -109,7 +119,7 @@ def supervise(places: Sequence[Place]) -> int:
         workers: list[Worker] = []
         try:
             for place in places:
-                workers.append(_start(msgspec.structs.replace(place, note=str(note)), len(places), Path(folder)))
+                workers.append(_start(place._replace(note=str(note)), len(places), Path(folder)))
             return _watch(workers, note)
         finally:
             for worker in workers:
@@ -123,7 +133,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def _start(place: Place, local: int, folder: Path) -> Worker:
     """Start one process; those of this machine share its cores and its GPUs."""
-    environment = {**os.environ, VARIABLE: msgspec.json.encode(place).decode()}
+    environment = {**os.environ, VARIABLE: place.variable()}
     if local > 1:
         from fedhdp.devices import available_cores
 
@@ -188,7 +198,7 @@ def _report(dead: Sequence[Worker], note: Path) -> int:
 def note_resume(command: str) -> None:
     """Tell the supervisor, if there is one, which command resumes the run."""
     if VARIABLE in os.environ:
-        place = msgspec.json.decode(os.environ[VARIABLE], type=Place)
+        place = Place.of(os.environ[VARIABLE])
         Path(place.note).write_text(command)
 
 
@@ -208,10 +218,15 @@ def _work(place: Place, start: Callable[[], None]) -> None:
         with leading():
             start()
     except Exception as error:
-        if not _is_lost(error):
+        lost, known = _is_lost(error), isinstance(error, FedHDPError | OSError)
+        if not lost and place.number == 0:
             raise
-        _reason_file(place).write_text(str(error).splitlines()[0][:MAX_REASON])
-        os._exit(LOST)  # without JAX's own shutdown, which would wait for the dead
+        if lost:
+            _reason_file(place).write_text(str(error).splitlines()[0][:MAX_REASON])
+        else:  # for the supervisor, which shows it
+            line = str(error) if known else f"{type(error).__name__}: {error}"
+            print(line.replace("\n", " "), file=sys.stderr, flush=True)
+        os._exit(LOST if lost else 2 if known else 1)  # without JAX's own shutdown, which would wait for the others
 
 
 def _reason_file(place: Place) -> Path:

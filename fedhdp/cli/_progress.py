@@ -12,12 +12,14 @@ import math
 import os
 import signal
 import time
+from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
+from rich.text import Text
 
 from fedhdp.cli._output import error_console
 
@@ -25,9 +27,20 @@ if TYPE_CHECKING:
     from fedhdp.experiments.batch import Progress
 
 LINE_SECONDS = 10.0  # between plain lines
-NAMED = 3  # variants that run together, up to which each is named
+NAMED = 6  # variants that run together, up to which each is named with its value
 NOTE_SECONDS = 0.5  # between notes in a terminal, at least
 NOTE_SHARE = 20  # notes, which state epsilons, take at most one part in this many of the time
+
+
+class _NotedBars(Bars):
+    """Bars, and below them a note of each task."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bars, and the notes in their order."""
+        yield from super().get_renderables()
+        for task in self.tasks:
+            if task.fields.get("note"):
+                yield Text(task.fields["note"], style="dim")
 
 
 class _Display:
@@ -35,7 +48,7 @@ class _Display:
 
     def __init__(self, console: Console, *columns: ProgressColumn):
         self.console = console
-        self._bars = Bars(TextColumn("{task.description}", markup=False), *columns, console=console)
+        self._bars = _NotedBars(TextColumn("{task.description}", markup=False), *columns, console=console)
         self._tasks: dict[object, TaskID] = {}
         self._last_line = time.monotonic()
 
@@ -85,14 +98,12 @@ class ProgressDisplay(_Display):
     """
 
     def __init__(self, console: Console, resume_command: str = ""):
-        self._bar_width = 24 if console.width >= 110 else 8
         super().__init__(
             console,
-            BarColumn(bar_width=self._bar_width),
+            BarColumn(bar_width=24 if console.width >= 80 else 8),
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[note]}", markup=False),
         )
         self.resume_command = resume_command
         self.stop = False
@@ -121,6 +132,8 @@ class ProgressDisplay(_Display):
     def watch(self, progress: Progress) -> bool:
         """Show the progress of a run; return whether it goes on, which it does not after Ctrl-C."""
         if progress.numbers != self._numbers:
+            if self._numbers in self._tasks and not self._first_round:  # that bar was of the preparation
+                self._tasks[progress.numbers] = self._tasks.pop(self._numbers)
             self._numbers, self._first_round, self._next_note = progress.numbers, 0, -math.inf
         if not self._first_round:
             self._start, self._first_round = time.monotonic(), progress.round
@@ -141,24 +154,15 @@ class ProgressDisplay(_Display):
             self._note = _note(progress)
             self._next_note = time.monotonic() + max(NOTE_SECONDS, NOTE_SHARE * (time.monotonic() - start))
         rate = _rate_text(self._rate(progress)) if progress.round else "preparing"
-        note = self._cut_note(progress)
-        self._update_bar(progress.numbers, _title(progress), progress.round, progress.rounds, rate=rate, note=note)
+        title = f"variant{'s' * (len(progress.numbers) > 1)} {_place(progress)}"
+        self._update_bar(progress.numbers, title, progress.round, progress.rounds, rate=rate, note=self._note)
 
     def _show_line(self, progress: Progress, ended: bool) -> None:
         rate = self._rate(progress)
         left = f"{(progress.rounds - progress.round) / rate:.0f} s left" if rate > 0 and not ended else ""
-        variants = f"[{_numbers(progress.numbers)}/{progress.variants}] {_title(progress)}"
-        place = f"{variants}: round {progress.round}/{progress.rounds}"
-        parts = [place, _rate_text(rate), left, _note(progress)]
-        self._print_line(", ".join(part for part in parts if part))
-
-    def _cut_note(self, progress: Progress) -> str:
-        """As much of the note as fits behind the other columns."""
-        columns = len(_title(progress)) + self._bar_width + 2 * len(str(progress.rounds))
-        room = self.console.width - columns - len(" 999.9 rounds/s 00:00 ") - 3
-        if len(self._note) <= room:
-            return self._note
-        return f"{self._note[: room - 1]}…" if room > 10 else ""
+        place = f"[{_place(progress)}] round {progress.round}/{progress.rounds}"
+        parts = ", ".join(part for part in (place, _rate_text(rate), left) if part)
+        self._print_line(f"{parts}: {_note(progress)}")
 
 
 def _rate_text(rate: float) -> str:
@@ -166,36 +170,39 @@ def _rate_text(rate: float) -> str:
 
 
 def _note(progress: Progress) -> str:
-    """The first metric of each variant, epsilons and the rounds that budgets allow; ranges where these are many."""
+    """The variants that run now with the first metric of each, epsilons, and the rounds that budgets allow."""
     from fedhdp.privacy.accounting import format_epsilon, pluralize
 
-    metric, unit = progress.metric, "%" if progress.metric.percent else ""
-    parts = []
-    if progress.values and len(progress.names) <= NAMED:
-        parts.append(f"{metric.name} {', '.join(f'{metric.format(value, 1)}{unit}' for value in progress.values)}")
-    elif progress.values:
-        parts.append(f"{metric.name} {_range([metric.format(end(progress.values), 1) for end in (min, max)])}{unit}")
+    parts = [_variants(progress)]
     for name, epsilons in progress.epsilon().items():
-        if epsilons != (math.inf, math.inf):  # of who opted out there is nothing to watch
-            parts.append(f"ε {name} {_range([format_epsilon(epsilon, 2) for epsilon in epsilons])}")
+        if epsilons[1] < math.inf:  # without noise there is nothing to watch
+            ends = dict.fromkeys(format_epsilon(epsilon, 2) for epsilon in epsilons)
+            parts.append(f"ε {name} {'–'.join(ends)}")
     for name, rounds in progress.rounds_left().items():
         if rounds < math.inf:
             parts.append(f"{name} has {pluralize(int(rounds))} left")
-    return ", ".join(parts)
+    return "; ".join(parts)
 
 
-def _numbers(numbers: tuple[int, ...]) -> str:
-    """The numbers of the variants that run now: 3, 1–2 or 1, 3."""
-    first, last = numbers[0], numbers[-1]
-    follow_each_other = last - first == len(numbers) - 1
-    return f"{first}–{last}" if follow_each_other and last > first else ", ".join(map(str, numbers))
+def _place(progress: Progress) -> str:
+    """Which of all variants run now: 3/9, 1–2/9 or 1, 3/9."""
+    first, last = progress.numbers[0], progress.numbers[-1]
+    follow_each_other = last - first == len(progress.numbers) - 1
+    numbers = f"{first}–{last}" if follow_each_other and last > first else ", ".join(map(str, progress.numbers))
+    return f"{numbers}/{progress.variants}"
 
 
-def _title(progress: Progress) -> str:
-    """The variants that run now: each by its name, or the first and the last of many."""
-    names = progress.names
-    return ", ".join(names) if len(names) <= NAMED else f"{len(names)} variants, {names[0]} to {names[-1]}"
-
-
-def _range(ends: list[str]) -> str:
-    return "–".join(dict.fromkeys(ends))
+def _variants(progress: Progress) -> str:
+    """Each variant by its name, with its value once there is one; of many how many there are, and the best."""
+    names, metric, unit = progress.names, progress.metric, "%" if progress.metric.percent else ""
+    values = [f"{metric.format(value, 1)}{unit}" for value in progress.values]
+    if len(values) < len(names):  # undefined for one of them
+        values = []
+    if len(names) <= NAMED:
+        shown = [" ".join(pair) for pair in zip(names, values, strict=True)] if values else names
+        return ", ".join(shown) + (f" {metric.name}" if values else "")
+    count = f"{len(names)} variants, {names[0]} to {names[-1]}"
+    if not values:
+        return count
+    best = (max if metric.higher_is_better else min)(range(len(values)), key=progress.values.__getitem__)
+    return f"{count}, the best {names[best]} {values[best]} {metric.name}"

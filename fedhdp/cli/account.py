@@ -178,9 +178,8 @@ def _account_app(deployment: Deployment, json: bool, page: Path | None) -> None:
     from fedhdp.privacy.reports import account_levels
 
     mechanism = deployment.mechanism(dict.fromkeys(deployment.levels, 1))
-    reports = account_levels(
-        mechanism, deployment.rounds, deployment.delta_of, deployment.budgets, deployment.epsilon_targets
-    )
+    stated = (deployment.budgets, deployment.epsilon_targets, deployment.stated_weights)
+    reports = account_levels(mechanism, deployment.rounds, deployment.delta_of, *stated)
     levels = sorted(reports, key=lambda report: deployment.levels_by_strictness.index(report.level))
     if json:
         header = {
@@ -212,7 +211,7 @@ def _print_levels(deployment: Deployment, sampling: Sampling, levels: list[Level
             level.level + ("" if number else " (default)"),
             f"{level.sampling_rate:g}",
             f"{level.noise_multiplier:.4g}",
-            f"{level.weight:g}",
+            "theory's" if level.weight is None else f"{level.weight:g}",
             f"{level.delta:g}",
             epsilon_text(level.epsilon_target),
             epsilon_text(level.epsilon),
@@ -223,11 +222,8 @@ def _print_levels(deployment: Deployment, sampling: Sampling, levels: list[Level
         "Each level guarantees this whatever levels others choose: their choices can add noise, never remove it. The "
         "server's ledger adds up all runs, by the same accountant; rounds that a crash interrupts are charged again."
     )
-    if unweighted := [name for name, level in deployment.levels.items() if level.weight is None]:
-        out.print(
-            f"No weight is stated for {', '.join(unweighted)}, so it is 1. The best weights depend on how many clients "
-            "choose each level: see fedhdp plan."
-        )
+    if any(level.weight is None for level in levels):
+        out.print("Weights that are not stated are the theory's, for the clients who have enrolled (fedhdp plan).")
     if deployment.repeatable:
         out.print("Noise or cohorts come from a given seed, so nothing is private.", style="yellow")
 

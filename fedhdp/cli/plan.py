@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from msgspec.structs import asdict
 from rich.console import Console
 
 from fedhdp.cli._options import Json, Report
@@ -68,6 +67,8 @@ def plan(
 
     `fedhdp plan --compare today=none:inf:5%,strict:2:95% --compare offer=none:inf:5%,mild:8:50%,strict:2:45%`
     """
+    from msgspec.structs import asdict
+
     from fedhdp.theory import planning
     from fedhdp.theory.training import suggest_training
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import click
 import typer
-from msgspec.structs import asdict
 from rich.console import Console
 from rich.table import Table
 
@@ -119,6 +118,8 @@ def reproduce(
 
     `fedhdp reproduce --docs docs/results`
     """
+    from msgspec.structs import asdict
+
     use_compilation_cache()
     if docs is not None:
         _refuse_other_options(context, "--docs", {"docs"})

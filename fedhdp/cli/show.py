@@ -59,7 +59,7 @@ def show(
     else:
         write = format_markdown if format == "markdown" else format_latex
         header, rows = comparison.combined_cells(runs, metric=metric)
-        lines = [*comparison.caption(runs, header, metric), *comparison.notes(runs)]
+        lines = [*comparison.caption(runs, header, metric), *comparison.notes(runs, metric)]
         sys.stdout.write(write(header, rows, lines, texts=min(2, len(runs))))
 
 
@@ -78,7 +78,7 @@ def print_runs(runs: list[RepeatedRun], metric: str | None = None) -> None:
     for line in comparison.caption(runs, header, metric, wide):
         out.print(line)
     print_table(out, table)
-    for line in comparison.notes(runs):
+    for line in comparison.notes(runs, metric):
         out.print(line, style="dim")
     header, rows = comparison.settings_cells(runs)
     if rows:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
-from fedhdp.data.values import is_missing
+from fedhdp.data.values import MAX_FLOAT, is_missing
 from fedhdp.errors import DataError
 
 Columns = Mapping[str, np.ndarray]
@@ -30,6 +30,9 @@ def column(columns: Columns, name: str, field: str) -> np.ndarray:
     Raises:
         DataError: If there is none.
     """
+    if not isinstance(name, str):
+        kind = type(name).__name__
+        raise DataError(f"{field} must be the name of a column, got {kind}", field, kind)
     if name in columns:
         return columns[name]
     similar = get_close_matches(name, columns, 1)
@@ -99,7 +102,8 @@ class Encoder(NamedTuple):
             else:
                 mean, deviation = self.moments.get(name, (0.0, 1.0))
                 inputs.append((_numbers(cells_N, name) - mean) / deviation)
-        return np.stack(inputs, axis=1).astype(np.float32)
+        with np.errstate(over="ignore"):  # infinite inputs are refused with those of arrays
+            return np.stack(inputs, axis=1).astype(np.float32)
 
     def _one_hot(self, cells_N: np.ndarray, name: str) -> list[np.ndarray]:
         texts_N = _texts(cells_N, name)
@@ -214,10 +218,11 @@ def _numbers(cells_N: np.ndarray, name: str) -> np.ndarray:
             if not _is_number(cell):
                 _refuse(name, "a number", cell, row)
     number_N = cells_N.astype(np.float64)
-    for row in np.flatnonzero(~np.isfinite(number_N)).tolist():
+    for row in np.flatnonzero(~(np.abs(number_N) <= MAX_FLOAT)).tolist():
         if np.isnan(number_N[row]):
             _refuse_missing_cell(name, row)
-        _refuse(name, "finite", float(number_N[row]), row)
+        rule = "finite" if np.isinf(number_N[row]) else "of at most 32 bits"
+        _refuse(name, rule, float(number_N[row]), row)
     return number_N
 
 

@@ -210,10 +210,10 @@ class FederatedData(NamedTuple):
         A column of images, of arrays or of lists of one length is taken as it is where it is the only feature. The names
         of a ``ClassLabel`` are kept.
         """
+        selected = None if others.get("features") is None else [client, label, level, *others["features"]]
+        parts = [huggingface_columns(part, selected) for part in (dataset, test, server)]
         names = getattr(dataset.features.get(label), "names", None)
         options: dict[str, Any] = {"name": "dataset", "classes": names} | others
-        columns = None if options.get("features") is None else [client, label, level, *options["features"]]
-        parts = [huggingface_columns(part, columns) for part in (dataset, test, server)]
         return cls.from_dataframe(parts[0], client, label, level, parts[1], parts[2], **options)
 
     @classmethod
@@ -264,6 +264,9 @@ class FederatedData(NamedTuple):
         listed = {names.index(level): ids for level, ids in sizes.items() if not isinstance(ids, NUMBER)}
         number_of = {client: number for number, client in enumerate(self.ids.tolist())} if listed else {}
         for index, ids in listed.items():
+            if isinstance(ids, str):
+                message = f"level {names[index]!r} must have a count, a share or ids, got the text {ids!r}"
+                raise DataError(message, "levels", ids)
             for client in map(str, ids):
                 if client not in number_of:
                     message = f"level {names[index]!r} has a client {client!r}, which the data does not have"

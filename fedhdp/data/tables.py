@@ -12,7 +12,7 @@ import numpy as np
 
 from fedhdp.data.columns import Columns, Standardize, column, errors_in, errors_of_clients, make_encoder
 from fedhdp.data.rows import Partition, partition_rows, share_or_arrays
-from fedhdp.data.values import as_array, refuse_missing
+from fedhdp.data.values import NUMBER, as_array, refuse_missing
 from fedhdp.errors import DataError
 
 
@@ -54,13 +54,16 @@ def _stacked(cells_N: np.ndarray, name: str) -> np.ndarray:
 
 
 def huggingface_columns(dataset: Any, names: Sequence[str] | None) -> Any:
-    """The columns of a ``datasets.Dataset``, decoded to arrays; anything else as it is.
+    """The columns of a ``datasets.Dataset``, decoded to arrays; a share or None as it is.
 
     Raises:
-        DataError: If the rows of a column differ in shape.
+        DataError: If it is something else, as a dictionary of splits, or the rows of a column differ in shape.
     """
-    if not hasattr(dataset, "with_format"):
+    if dataset is None or isinstance(dataset, NUMBER):
         return dataset
+    if not isinstance(getattr(dataset, "num_rows", None), int):
+        kind = type(dataset).__name__
+        raise DataError(f"dataset must be a datasets.Dataset, one split of it, got {kind}", "dataset", kind)
     selected = dataset if names is None else dataset.select_columns([n for n in names if n in dataset.column_names])
     return {name: as_array(values, name) for name, values in selected.with_format("numpy")[:].items()}
 
@@ -119,10 +122,14 @@ def table_arrays(
     for field, name in (("client", client), ("label", label)):
         refuse_missing(column(columns, name, field), name)
     level_N = column(columns, level, "level") if isinstance(level, str) else level
+    if label in (client, level):
+        raise DataError(f"label must be another column than client and level, got {label!r}", "label", label)
     if features is None:
         features = [name for name in columns if name not in (client, label, level)]
     for name in {client, label}.intersection(features):
         raise DataError(f"features must not have the column of clients or of labels, got {name!r}", "features", name)
+    for name in {name for name in features if list(features).count(name) > 1}:
+        raise DataError(f"features must have each column once, got {name!r} twice", "features", name)
     if not features:
         raise DataError("features must be one column or more beside client, label and level, got none", "features", [])
     source, preparation, moments = None, "", None

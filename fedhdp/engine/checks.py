@@ -58,7 +58,8 @@ def check_data(data: FederatedData, model: Model) -> None:
     labels = [y_N for _, y_N in parts] if model.loss is cross_entropy else []
     for y_N in labels:
         if y_N.dtype.kind not in "iub":
-            _refuse_data("labels", str(y_N.dtype), "integers where the loss is cross_entropy")
+            rule = "integers where the loss is cross_entropy (fedhdp.models.squared_error takes numbers)"
+            _refuse_data("labels", str(y_N.dtype), rule)
     classes = _check_model(data, model).shape[-1]
     for y_N in labels:
         if not 0 <= int(np.min(y_N)) <= int(np.max(y_N)) < classes:

@@ -59,6 +59,8 @@ def client_updates(
     theta_CT, inputs_CT = parametrization.from_params(personal_CV)
     model_CT = jax.vmap(jax.vmap(partial(_start, training)), (0, None))(theta_CT, rate_T)
     batches_C = training.batches(clients.count_C)
+    one_by_one = parametrization.ragged and jax.default_backend() == "cpu"
+    each = _one_by_one if one_by_one else jax.vmap
 
     def train(model_CT: TrainedModel, epochs: range, which: slice = slice(None)) -> TrainedModel:
         """These epochs, of the models that are given, which are those of each client."""
@@ -74,12 +76,12 @@ def client_updates(
                     return local_train(parametrization.predict, model.loss, start, anchor, pull, optimizer, schedule)
 
                 anchor_T, others_T = parametrization.anchor_T, (pull_T, rate_T, inputs_T)
-                return jax.vmap(of_model)(model_T, *take((anchor_T, *others_T), which))
+                return each(of_model)(model_T, *take((anchor_T, *others_T), which))
 
             of_clients = (inputs_CT, pull_CT, clients.y_CM, clients.count_C, clients.key_C)
-            return jax.vmap(of_client)(model_CT, *take(of_clients, slice(_length(model_CT))))
+            return each(of_client)(model_CT, *take(of_clients, slice(_length(model_CT))))
 
-        if uniform_size:
+        if uniform_size or one_by_one:
             return of_chunk(model_CT)
         if parametrization.ragged:
             return ragged(of_chunk, model_CT, batches_C, len(epochs))
@@ -96,6 +98,11 @@ def client_updates(
         model_CV = train(model_CV, range(together, personal_epochs), slice(runs, None))
     updates = parametrization.delta(model_CR.theta)
     return updates, None if personal_CV is None else parametrization.to_params(model_CV.theta, personal_CV)
+
+
+def _one_by_one(function: Callable[..., Parameters]) -> Callable[..., Parameters]:
+    """The function of a client, or of a model, as a function of some, which are taken one after the other."""
+    return lambda *args: jax.lax.map(lambda of_one: function(*of_one), args)
 
 
 def train_clients(

@@ -88,14 +88,20 @@ class StreamedExamples:
         return *self.engine.put_local(flat), layout.place_C * self.capacity
 
 
+def memories() -> int:
+    """How many memories the devices have: one for each GPU, one for all cores."""
+    return jax.device_count() if jax.default_backend() == "gpu" else 1
+
+
 def example_bytes_limit() -> int:
-    """How many bytes of examples the devices may hold."""
+    """How many bytes of examples a memory may hold."""
     return (8 if jax.default_backend() == "gpu" else 1) * GIB
 
 
 def fits_sharded(source: ExampleSource) -> bool:
     """Whether the examples fit on the devices, each client's on one."""
-    return isinstance(source, Examples) and int(source.count_K.sum()) * source.x_N[:1].nbytes <= example_bytes_limit()
+    limit = memories() * example_bytes_limit()
+    return isinstance(source, Examples) and int(source.count_K.sum()) * source.x_N[:1].nbytes <= limit
 
 
 def train_by_owner(training: LocalTraining) -> bool:

@@ -17,11 +17,16 @@ def explain(network: Network, capacity: int, layers: Layers | None = None) -> st
         capacity: The examples of a client, padded.
         layers: The layers that are clipped one by one; None with a flat clip.
     """
-    parts, used = [_first_layer(network, capacity, layers)], network.split(capacity).of_client.used
+    traced = network.split(capacity).of_client
+    if traced.program.effects:
+        return "as it is: the network has side effects, such as those of jax.debug.print"
+    parts, used = [_first_layer(network, capacity, layers)], traced.used
     if used.convolutions:
         parts.append(f"{_count(used.convolutions, 'convolution')} as products of patches")
     if used.poolings:
         parts.append(f"{_count(used.poolings, 'pooling')} as reshapes")
+    if used.left:
+        parts.append(f"as they are: {', '.join(dict.fromkeys(used.left))}")
     hoisted = network.split(capacity).once
     if hoisted:
         parts.append(f"once a round for a client's examples: {', '.join(hoisted)}")

@@ -101,13 +101,15 @@ class FullRank:
     def __init__(
         self, network: Network, theta_R: Parameters, run_V: np.ndarray, x_CM: Array, layers: Layers | None = None
     ):
-        self.split, self.theta_R, self.layers = network.split(x_CM.shape[1]), theta_R, layers
+        self.split, self.layers = network.split(x_CM.shape[1]), layers
+        self.theta_R = self.split.transpose(theta_R)
         self.rows_CM = jax.vmap(self.split.rows)(x_CM)
         self.clients, self.models = len(x_CM), len(jax.tree.leaves(theta_R)[0]) + len(run_V)
-        self.anchor_T = take(theta_R, _run_T(theta_R, run_V))
+        self.anchor_T = take(self.theta_R, _run_T(theta_R, run_V))
 
     def from_params(self, personal_CV: Parameters | None) -> tuple[Parameters, Any]:
         """The parameters, and for each model its copy of the inputs, so that products are batched over models."""
+        personal_CV = None if personal_CV is None else self.split.transpose(personal_CV)
         return _join(_repeat(self.theta_R, self.clients), personal_CV), _for_models(self.rows_CM, self.models)
 
     def predict(self, theta: Parameters, batch: Batch) -> Array:
@@ -125,11 +127,12 @@ class FullRank:
 
     def weighted_sum(self, scale_C: Array, update_C: Parameters) -> Parameters:
         """The sum over the clients."""
-        return _weighted_sum(scale_C, update_C, None if self.layers is None else self.layers.layer_of)
+        total = _weighted_sum(scale_C, update_C, None if self.layers is None else self.layers.layer_of)
+        return self.split.transpose(total)
 
     def to_params(self, theta_CV: Parameters, personal_CV: Parameters | None) -> Parameters:
         """The models, or updates, as they are."""
-        return theta_CV
+        return self.split.transpose(theta_CV)
 
 
 class LowRank:
@@ -160,7 +163,7 @@ class LowRank:
         self.split, self.run_V, self.layers = network.split(x_CM.shape[1]), run_V, layers
         assert self.split.first_layer is not None, "a network without a first layer has no low-rank updates"
         self.first, self.finite = self.split.first_layer, finite and self.split.keeps_finite
-        self.leaf_R, self.tree = jax.tree.flatten(theta_R)
+        self.leaf_R, self.tree = jax.tree.flatten(self.split.transpose(theta_R))
         rows_CMF, self.others_CM = jax.vmap(self.split.first_rows)(x_CM)
         self.x_CMF = jax.lax.optimization_barrier(rows_CMF)  # computed once: norms and sums are of the same numbers
         self.gram_CMM = jax.vmap(partial(gram, bias=self.split.has_bias))(self.x_CMF) if gram_CMM is None else gram_CMM
@@ -213,7 +216,7 @@ class LowRank:
         theta_CT = {"A": _repeat(self.anchor_T["A"], clients)}
         if personal_CV is None:
             return theta_CT | {"rest": rest_CR}, (self.output_CRMH, None, gram_CTMM, others_CTM)
-        leaf_CV = jax.tree.leaves(personal_CV)
+        leaf_CV = jax.tree.leaves(self.split.transpose(personal_CV))
         theta_CT["rest"] = _join(rest_CR, self._rest(leaf_CV))
         theta_CT["a"] = jnp.broadcast_to((np.arange(models) >= runs).astype(np.float32), (clients, models))
         w_CVFH, b_CVH = self._first_layer(leaf_CV, vmaps=2)
@@ -269,9 +272,8 @@ class LowRank:
             rest = tuple(self._rest(self.layers.layer_of))
         A_CMH = _scaled(first_C, update_C["A"])
         w_HF = jnp.einsum("cmh,cmf->hf", A_CMH, x_CMF, precision=EXACT)  # transposes A and not the examples
-        return self._params(
-            w_HF.T, jnp.sum(A_CMH, axis=(0, 1)), _weighted_sum(scale_C, update_C["rest"], rest), vmaps=0
-        )
+        rest_sum = _weighted_sum(scale_C, update_C["rest"], rest)
+        return self.split.transpose(self._params(w_HF.T, jnp.sum(A_CMH, axis=(0, 1)), rest_sum, vmaps=0))
 
     def to_params(self, theta_CV: Parameters, personal_CV: Parameters | None) -> Parameters:
         """W = W0 + a·(Wstart − W0) + Xᵀ·A for models, and Xᵀ·A for updates, which are clipped afterwards."""
@@ -279,16 +281,17 @@ class LowRank:
         w_CVFH = jnp.einsum("cmf,cvmh->cvfh", self.x_CMF, A_CVMH, precision=precision)
         written_CV = self._params(w_CVFH, jnp.sum(A_CVMH, axis=2), theta_CV["rest"], vmaps=2)
         if personal_CV is None:
-            return written_CV
+            return self.split.transpose(written_CV)
         change_CV, leaves = jax.tree.leaves(written_CV), []
-        for number, (leaf_R, start_CV) in enumerate(zip(self.leaf_R, jax.tree.leaves(personal_CV), strict=True)):
+        starts_CV = jax.tree.leaves(self.split.transpose(personal_CV))
+        for number, (leaf_R, start_CV) in enumerate(zip(self.leaf_R, starts_CV, strict=True)):
             leaf_CV = change_CV[number]
             if number in (self.first.weight, self.first.bias):
                 anchor_V, a_CV = leaf_R[self.run_V], theta_CV["a"]
                 a_CV = a_CV.reshape(*a_CV.shape, *[1] * (anchor_V.ndim - 1))
                 leaf_CV = anchor_V + a_CV * (start_CV - anchor_V) + leaf_CV
             leaves.append(leaf_CV)
-        return jax.tree.unflatten(self.tree, leaves)
+        return self.split.transpose(jax.tree.unflatten(self.tree, leaves))
 
 
 def parametrize(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 
 from fedhdp.client import LocalTraining
-from fedhdp.engine.rewrite import rewrite
+from fedhdp.engine.rewrite import Used, rewrite, weights_of_few_outputs
 from fedhdp.engine.rows import Rows, kinds, same_rows
 from fedhdp.engine.span import FirstLayer, find_first_layer
 from fedhdp.engine.tracing import Program, shape_of
@@ -31,11 +31,13 @@ class TracedNetwork:
         first_layer: The first layer, if there is one.
         hoisted: What is by row and the rest of the program reads.
         hoisted_beside: The same, where the outputs of the first layer are known.
+        transposed: The parameters, by their numbers, that are transposed while clients train.
     """
 
     def __init__(self, model: Model, like: Parameters, x_N: jax.ShapeDtypeStruct, has_key: bool):
         self.program = Program(model.apply, like, x_N, has_key)
-        self.used = rewrite(self.program)
+        self.transposed = [] if self.program.effects else weights_of_few_outputs(self.program)
+        self.used = Used() if self.program.effects else rewrite(self.program)
 
     @cached_property
     def kind_of(self) -> dict[Var, Any]:
@@ -112,15 +114,25 @@ class SplitNetwork:
     def __init__(self, network: Network, capacity: int):
         self.of_client = network.traced(capacity, has_key=True)
         self._network = network
-        self.is_split = all(
+        self.is_split = not self.of_client.program.effects and all(
             self.of_client.agrees(network.traced(size, has_key=True)) for size in network.batch_sizes(capacity)
         )
-        self.first_layer = self.of_client.first_layer if self.is_split and network.is_plain_sgd else None
+        first = None if self.of_client.program.effects else self.of_client.first_layer
+        self.first_layer = first if self.is_split and network.is_plain_sgd else None
+        self._transposed_leaves = set(self.of_client.transposed) - {None if first is None else first.weight}
 
     @property
     def has_bias(self) -> bool:
         """Whether the first layer has a bias, which is then trained with its weights."""
         return self.first_layer is not None and self.first_layer.bias is not None
+
+    def transpose(self, parameters: Parameters) -> Parameters:
+        """Parameters, under any leading axes, in the layout of training, and back: a step transposes no weights."""
+        leaves, tree = jax.tree.flatten(parameters)
+        return jax.tree.unflatten(tree, [self._transposed(leaf, number) for number, leaf in enumerate(leaves)])
+
+    def _transposed(self, leaf: Array, number: int) -> Array:
+        return jnp.swapaxes(leaf, -1, -2) if number in self._transposed_leaves else leaf
 
     @property
     def keeps_finite(self) -> bool:
@@ -141,11 +153,12 @@ class SplitNetwork:
         return self.of_client.values(x_M, self.of_client.hoisted) if self.is_split else [x_M]
 
     def apply(self, parameters: Parameters, rows_B: Sequence[Array], examples: int, key: Array) -> Array:
-        """The outputs of a batch of so many examples."""
-        leaves = jax.tree.leaves(parameters)
+        """The outputs of a batch of so many examples, from parameters in the layout of training."""
+        parameters = self.transpose(parameters)
+        if not self.is_split:
+            return self._network.apply(parameters, rows_B[0], key)
         traced = self._network.traced(examples, has_key=True)
-        wanted = traced.hoisted if self.is_split else [traced.program.x]
-        known = traced.program.given(leaves, key) | traced.given(wanted, rows_B)
+        known = traced.program.given(jax.tree.leaves(parameters), key) | traced.given(traced.hoisted, rows_B)
         return traced.program.evaluate(known, [traced.program.output])[0]
 
     def first_rows(self, x_M: Array) -> tuple[Array, list[Array]]:
@@ -155,12 +168,20 @@ class SplitNetwork:
         return rows.reshape(len(rows), -1), others
 
     def apply_rest(self, rest: Sequence[Array], output_BH: Array, others_B: Sequence[Array], key: Array) -> Array:
-        """The outputs of a batch from those of the first layer; ``rest``: the other parameters, in order."""
+        """The outputs of a batch from those of the first layer.
+
+        Args:
+            rest: The other parameters in order, in the layout of training.
+            output_BH: The outputs of the first layer.
+            others_B: What else was computed once.
+            key: For dropout.
+        """
         traced = self._network.traced(len(output_BH), has_key=True)
         layer = traced.first_layer
         assert layer is not None
         remaining, taken = iter(rest), (layer.weight, layer.bias)
-        leaves = [None if n in taken else next(remaining) for n in range(len(traced.program.leaves))]
+        numbers = range(len(traced.program.leaves))
+        leaves = [None if n in taken else self._transposed(next(remaining), n) for n in numbers]
         known = traced.program.given(leaves, key) | traced.given(traced.hoisted_beside, others_B)
         known[layer.output] = layer.place(output_BH)
         return traced.program.evaluate(known, [traced.program.output])[0]
@@ -207,5 +228,7 @@ class Network:
     def apply(self, parameters: Parameters, x_N: Array, key: Array | None) -> Array:
         """What the model's ``apply`` returns."""
         program = self.traced(len(x_N), key is not None).program
+        if program.effects:  # which evaluation would leave out
+            return self.model.apply(parameters, x_N, key)
         known = program.given(jax.tree.leaves(parameters), key) | {program.x: x_N}
         return program.evaluate(known, [program.output])[0]

@@ -24,7 +24,8 @@ class Convolution(NamedTuple):
 
     strides: tuple[int, ...]
     padding: Padding
-    dilation: tuple[int, ...]
+    image_dilation: tuple[int, ...]  # above 1 in a transposed convolution
+    dilation: tuple[int, ...]  # of the kernel
     precision: Any = None
 
 
@@ -34,13 +35,13 @@ def convolve(image: Array, weight: Array, convolution: Convolution) -> Array:
     Args:
         image: Images [N, *pixels, inputs].
         weight: Weights [*kernel, inputs, outputs].
-        convolution: Strides, padding and dilation.
+        convolution: Strides, padding and dilations.
 
     Returns:
         Images [N, *pixels, outputs].
     """
     kernel = weight.shape[:-2]
-    padded = _pad(image, convolution.padding)
+    padded = _pad(image, convolution.padding, convolution.image_dilation)
     extents = [(k - 1) * d + 1 for k, d in zip(kernel, convolution.dilation, strict=True)]
     sizes = padded.shape[1:-1]
     counts = [(n - e) // s + 1 for n, e, s in zip(sizes, extents, convolution.strides, strict=True)]
@@ -56,48 +57,92 @@ def convolve(image: Array, weight: Array, convolution: Convolution) -> Array:
     return jnp.matmul(rows, weight.reshape(-1, weight.shape[-1]), precision=convolution.precision)
 
 
-def convolve_and_pool(image: Array, weight: Array, padding: Padding, precision: Any = None) -> Array:
+def convolve_and_pool(
+    image: Array,
+    weight: Array,
+    padding: Padding,
+    precision: Any = None,
+    bias: Array | None = None,
+    has_units: bool = False,
+) -> Array:
     """A convolution of stride 1 and 2 x 2 max pooling as one product.
 
-    The four outputs that are pooled see one window of pixels, so a row of the product is that window and gives all four:
-    less than half of what a row for each output would write and read. A window consists of blocks of 2 x 2 pixels.
+    The four outputs that are pooled see one window of pixels, so one product of all windows gives all four: less than half
+    of what a window for each output would write and read. A window consists of blocks of 2 x 2 pixels. Bias and rectified
+    linear units come after the maximum, which is the same, as they are monotone.
 
     Args:
         image: Images [N, height, width, inputs].
         weight: Weights [height, width, inputs, outputs] of a kernel.
         padding: Of height and width.
         precision: Of the product.
+        bias: The bias [outputs], if there is one.
+        has_units: Whether rectified linear units follow.
 
     Returns:
         Images of half the height and width that the convolution has, rounded down.
     """
-    inputs, outputs = weight.shape[2:]
+    windows_are_columns = jax.default_backend() == "cpu"  # whose images have the examples last: longer vectors
+    order = (3, 1, 2, 0) if windows_are_columns else (0, 1, 2, 3)
+    outputs, height, width = weight.shape[3], 1, 2
     sizes = [n + sum(p) - k + 1 for n, p, k in zip(image.shape[1:3], padding, weight.shape[:2], strict=True)]
     cells = [size // 2 for size in sizes]
     blocks = [(k + 2) // 2 for k in weight.shape[:2]]  # on a side of a window
     lengths = [2 * (c + b - 1) for c, b in zip(cells, blocks, strict=True)]
     before = [p[0] for p in padding]
     after = [length - n - p for length, n, p in zip(lengths, image.shape[1:3], before, strict=True)]
-    padded = _pad(image, tuple(zip(before, after, strict=True)))
-    block = padded.reshape(-1, lengths[0] // 2, 2, lengths[1] // 2, 2, inputs).swapaxes(2, 3)
-    block = block.reshape(*block.shape[:3], -1)
-    offsets = product(*map(range, blocks))
-    windows = jnp.concatenate([block[:, i : i + cells[0], j : j + cells[1]] for i, j in offsets], axis=-1)
+    padded = _pad(image.transpose(order), tuple(zip(before, after, strict=True)))
+    first, last = padded.shape[0], padded.shape[3]
+    pairs = padded.reshape(first, lengths[0] // 2, 2, lengths[1] // 2, 2, last)
+    matrix = _window_matrix(weight, blocks)
+    offsets = list(product(*map(range, blocks)))
+    if windows_are_columns:
+        block = pairs.transpose(2, 4, 0, 1, 3, 5)
+        parts = [block[..., i : i + cells[0], j : j + cells[1], :] for i, j in offsets]
+        windows = jnp.stack(parts).reshape(matrix.shape[0], -1)
+        four = matrix_product(matrix.T, windows, precision).reshape(4, outputs, *cells, last)
+        out = max_of_axis(four, 0)
+        bias = None if bias is None else bias[:, None, None, None]
+    else:
+        block = pairs.swapaxes(height + 1, width + 1).reshape(first, lengths[0] // 2, lengths[1] // 2, -1)
+        windows = jnp.concatenate([block[:, i : i + cells[0], j : j + cells[1]] for i, j in offsets], axis=-1)
+        four = jnp.matmul(windows, matrix, precision=precision)
+        out = max_of_axis(four.reshape(first, *cells, 4, outputs), 3)
+    out = out if bias is None else out + bias
+    return (jax.nn.relu(out) if has_units else out).transpose(order)
 
+
+def _window_matrix(weight: Array, blocks: Sequence[int]) -> Array:
+    """The matrix from the pixels of a window to its four outputs."""
     rest = [2 * b - k for b, k in zip(blocks, weight.shape[:2], strict=True)]
     corners = [
         jnp.pad(weight, ((p, rest[0] - p), (q, rest[1] - q), (0, 0), (0, 0))) for p, q in product((0, 1), repeat=2)
     ]
-    matrix = jnp.stack(corners, axis=3).reshape(blocks[0], 2, blocks[1], 2, inputs, -1).swapaxes(1, 2)
-    four = jnp.matmul(windows, matrix.reshape(windows.shape[-1], -1), precision=precision)
-    return max_of_axis(four.reshape(*windows.shape[:3], 4, outputs))
+    matrix = jnp.stack(corners, axis=3).reshape(blocks[0], 2, blocks[1], 2, weight.shape[2], -1).swapaxes(1, 2)
+    return matrix.reshape(-1, 4 * weight.shape[3])
 
 
-def _pad(image: Array, padding: Padding) -> Array:
-    """Images with zeros around them; a negative padding crops."""
-    if not any(map(any, padding)):
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matrix_product(a: Array, b: Array, precision: Any = None) -> Array:
+    """The product of two matrices, whose gradients are products too that transpose neither matrix in memory."""
+    return jnp.matmul(a, b, precision=precision)
+
+
+def _matrix_product_backward(precision: Any, saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+    a, b = saved
+    g = jax.lax.optimization_barrier(g)  # computed once for both products
+    return jnp.einsum("ik,jk->ij", g, b, precision=precision), jnp.matmul(a.T, g, precision=precision)
+
+
+matrix_product.defvjp(lambda a, b, precision: (matrix_product(a, b, precision), (a, b)), _matrix_product_backward)
+
+
+def _pad(image: Array, padding: Padding, dilation: Sequence[int] = (1, 1)) -> Array:
+    """Images with zeros around them, and with a dilation between their pixels; a negative padding crops."""
+    if not any(map(any, padding)) and set(dilation) == {1}:
         return image
-    return jax.lax.pad(image, jnp.zeros((), image.dtype), ((0, 0, 0), *((a, b, 0) for a, b in padding), (0, 0, 0)))
+    axes = [(before, after, d - 1) for (before, after), d in zip(padding, dilation, strict=True)]
+    return jax.lax.pad(image, jnp.zeros((), image.dtype), ((0, 0, 0), *axes, (0, 0, 0)))
 
 
 def _windows(x: Array, window: Sequence[int]) -> tuple[Array, tuple[int, ...], tuple[int, ...]]:
@@ -116,7 +161,7 @@ def max_pool(x: Array, window: Sequence[int]) -> Array:
     moved = pairs.transpose(*outside[:-1], *inside, outside[-1])  # the last axis stays last
     last = moved.shape[-1]
     rows = moved.reshape(*moved.shape[: len(outside) - 1], math.prod(window), last)
-    return max_of_axis(rows).reshape(counts)
+    return max_of_axis(rows, rows.ndim - 2).reshape(counts)
 
 
 def sum_pool(x: Array, window: Sequence[int]) -> Array:
@@ -125,23 +170,23 @@ def sum_pool(x: Array, window: Sequence[int]) -> Array:
     return pairs.sum(axis=inside).reshape(counts)
 
 
-def max_of_axis(x: Array) -> Array:
-    """The maximum over the second last axis, whose gradient needs the argmax alone."""
-    return _max_of_axis(x, x.shape[-2])
+def max_of_axis(x: Array, axis: int) -> Array:
+    """The maximum over an axis, whose gradient needs the argmax alone."""
+    return _max_of_axis(x, axis, x.shape[axis])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _max_of_axis(x: Array, size: int) -> Array:
-    return _max_of_axis_forward(x, size)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _max_of_axis(x: Array, axis: int, size: int) -> Array:
+    return _max_of_axis_forward(x, axis, size)[0]
 
 
-def _max_of_axis_forward(x: Array, size: int) -> tuple[Array, Array]:
-    top, argmax = max_and_argmax([x[..., i, :] for i in range(size)])
+def _max_of_axis_forward(x: Array, axis: int, size: int) -> tuple[Array, Array]:
+    top, argmax = max_and_argmax([jax.lax.index_in_dim(x, i, axis, keepdims=False) for i in range(size)])
     return top, argmax.astype(jnp.int8 if size <= 128 else jnp.int32)
 
 
-def _max_of_axis_backward(size: int, argmax: Array, g: Array) -> tuple[Array]:
-    return (jnp.where(argmax[..., None, :] == jnp.arange(size, dtype=argmax.dtype)[:, None], g[..., None, :], 0),)
+def _max_of_axis_backward(axis: int, size: int, argmax: Array, g: Array) -> tuple[Array]:
+    return (jnp.stack([jnp.where(argmax == i, g, 0) for i in range(size)], axis),)
 
 
 _max_of_axis.defvjp(_max_of_axis_forward, _max_of_axis_backward)

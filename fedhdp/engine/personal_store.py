@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedhdp.engine.examples import GIB
+from fedhdp.engine.examples import GIB, memories
 from fedhdp.engine.placement import CohortLayout
 from fedhdp.engine.round import Engine
 from fedhdp.errors import RunError
@@ -249,8 +249,8 @@ def _zeros(engine: Engine, rows: int) -> Parameters:
 
 
 def personal_bytes_limit() -> int:
-    """How many bytes of personal models the devices may hold."""
-    return (96 if jax.default_backend() == "gpu" else 3) * GIB
+    """How many bytes of personal models the devices may hold together."""
+    return (96 if jax.default_backend() == "gpu" else 3) * memories() * GIB
 
 
 def make_personal_store(

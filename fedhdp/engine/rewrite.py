@@ -18,7 +18,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -41,55 +40,73 @@ MAX_TAPS = 128  # pixels of a kernel, up to which patches are written out
 
 
 class Used(NamedTuple):
-    """How often rules were used."""
+    """How often rules were used, and for what they were not."""
 
     convolutions: int = 0
     poolings: int = 0
+    left: tuple[str, ...] = ()  # what stays as it is, and why
 
 
 def rewrite(program: Program) -> Used:
-    """Replace what the rules recognize; how often each was used."""
-    poolings = [eqn for eqn in program.eqns if _is_pooling(eqn)]
+    """Replace what the rules recognize.
+
+    Returns:
+        How often each rule was used.
+    """
+    reasons = [(eqn, _why_left(eqn)) for eqn in program.eqns if eqn.primitive.name in _NOUNS]
+    poolings = [eqn for eqn, why in reasons if why is None and eqn.primitive.name in _POOLINGS]
     for eqn in poolings:
         pool = partial(_POOLINGS[eqn.primitive.name], window=eqn.params["window_dimensions"])
         program.replace(eqn.outvars[0], eqn.invars, pool)
     for eqn in program.eqns:
         if (side := _weights_of_few_outputs(program, eqn)) is not None:
             program.replace(eqn.outvars[0], eqn.invars, partial(_few_outputs, eqn, side))
-    convolutions = [eqn for eqn in program.eqns if _suits_patches(eqn)]
+    convolutions = [eqn for eqn, why in reasons if why is None and eqn.primitive.name == CONVOLUTION]
     for eqn in convolutions:
         if (pooled := _find_pooled(program, eqn)) is not None:
             program.replace(pooled.output, pooled.inputs, partial(_pooled, eqn, pooled))
         else:
             program.replace(eqn.outvars[0], eqn.invars, partial(_convolution, eqn))
-    return Used(len(convolutions), len(poolings))
+    left = [f"{_NOUNS[eqn.primitive.name]} ({why})" for eqn, why in reasons if why is not None]
+    return Used(len(convolutions), len(poolings), tuple(left))
 
 
+CONVOLUTION = "conv_general_dilated"
 _POOLINGS: dict[str, Callable[..., Array]] = {"reduce_window_max": max_pool, "reduce_window_sum": sum_pool}
+_NOUNS = {CONVOLUTION: "convolution"} | dict.fromkeys(_POOLINGS, "pooling")
 
 
-def _is_pooling(eqn: JaxprEqn) -> bool:
-    """Whether it pools windows that do not overlap."""
-    if eqn.primitive.name not in _POOLINGS:
-        return False
-    params = eqn.params
-    window, ones = tuple(params["window_dimensions"]), (1,) * len(shape_of(eqn.invars[0]))
-    apart = window == tuple(params["window_strides"]) and max(window) > 1
-    plain = tuple(params["base_dilation"]) == tuple(params["window_dilation"]) == ones
-    fills = all(n >= w for n, w in zip(shape_of(eqn.invars[0]), window, strict=True))
-    is_float = jnp.issubdtype(dtype_of(eqn.invars[0]), jnp.floating)
-    return apart and plain and fills and is_float and not any(map(any, params["padding"])) and max(window) <= MAX_TAPS
+def _why_left(eqn: JaxprEqn) -> str | None:
+    """Why a convolution or a pooling stays as it is; None where a rule replaces it."""
+    return _why_no_patches(eqn) if eqn.primitive.name == CONVOLUTION else _why_no_reshape(eqn)
 
 
-def _suits_patches(eqn: JaxprEqn) -> bool:
-    """Whether it is a convolution without groups, of a kernel that is not too large."""
-    if eqn.primitive.name != "conv_general_dilated":
-        return False
+def _why_no_reshape(eqn: JaxprEqn) -> str | None:
+    """Why a pooling is no reshape."""
+    params, shape = eqn.params, shape_of(eqn.invars[0])
+    window = tuple(params["window_dimensions"])
+    if any(map(any, params["padding"])) or any(n < w for n, w in zip(shape, window, strict=True)):
+        return "padding"
+    if {*params["base_dilation"], *params["window_dilation"]} - {1}:
+        return "dilation"
+    if window != tuple(params["window_strides"]):
+        return "its windows overlap or leave gaps"
+    if not jnp.issubdtype(dtype_of(eqn.invars[0]), jnp.floating):
+        return "integers"
+    return None if 1 < max(window) <= MAX_TAPS else f"windows of {max(window)}"
+
+
+def _why_no_patches(eqn: JaxprEqn) -> str | None:
+    """Why a convolution is no product of patches."""
     params, (image, weight), (out,) = eqn.params, eqn.invars, eqn.outvars
-    plain = params["feature_group_count"] == params["batch_group_count"] == 1 and set(params["lhs_dilation"]) == {1}
-    same_type = dtype_of(image) == dtype_of(weight) == dtype_of(out)
+    if (params["feature_group_count"], params["batch_group_count"]) != (1, 1):
+        return "groups"
+    if len({dtype_of(image), dtype_of(weight), dtype_of(out)}) > 1:
+        return "mixed types"
+    if math.prod(shape_of(out)) == 0:
+        return "no outputs"
     taps = math.prod(shape_of(weight)[axis] for axis in params["dimension_numbers"].rhs_spec[2:])
-    return plain and same_type and taps <= MAX_TAPS and math.prod(shape_of(out)) > 0
+    return None if taps <= MAX_TAPS else f"a kernel of {taps} pixels"
 
 
 def _ordered(eqn: JaxprEqn, image: Array, weight: Array) -> tuple[Array, Array]:
@@ -102,8 +119,8 @@ def _ordered(eqn: JaxprEqn, image: Array, weight: Array) -> tuple[Array, Array]:
 
 def _convolution(eqn: JaxprEqn, image: Array, weight: Array) -> Array:
     params = eqn.params
-    settings = (params["window_strides"], params["padding"], params["rhs_dilation"], params["precision"])
-    out = convolve(*_ordered(eqn, image, weight), Convolution(*settings))
+    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "precision")
+    out = convolve(*_ordered(eqn, image, weight), Convolution(*(params[name] for name in names)))
     n, channel, *pixels = params["dimension_numbers"].out_spec
     return out.transpose(np.argsort((n, *pixels, channel)))
 
@@ -121,6 +138,16 @@ def _weights_of_few_outputs(program: Program, eqn: JaxprEqn) -> int | None:
         return None
     outputs = shape_of(eqn.invars[sides[0]])[1 - contracted[sides[0]][0]]
     return sides[0] if outputs <= FEW_OUTPUTS else None
+
+
+def weights_of_few_outputs(program: Program) -> list[int]:
+    """The leaves that are weights [inputs, outputs] of layers of few outputs."""
+    weights = set()
+    for eqn in program.eqns:
+        side = _weights_of_few_outputs(program, eqn)
+        if side is not None and tuple(eqn.params["dimension_numbers"][0][side]) == (0,):
+            weights.add(eqn.invars[side])
+    return [number for number, leaf in enumerate(program.leaves) if leaf in weights]
 
 
 def _few_outputs(eqn: JaxprEqn, side: int, *operands: Array) -> Array:
@@ -147,9 +174,8 @@ def _pooled(eqn: JaxprEqn, pooled: PooledConvolution, image: Array, weight: Arra
     if bias and pooled.has_units:
         out = kernels.conv_relu_pool(images, weights, bias[0].reshape(-1), padding, precision)
     else:
-        out = convolve_and_pool(images, weights, padding, precision)
-        out = out + bias[0].reshape(-1) if bias else out
-        out = jax.nn.relu(out) if pooled.has_units else out
+        of_outputs = bias[0].reshape(-1) if bias else None
+        out = convolve_and_pool(images, weights, padding, precision, of_outputs, pooled.has_units)
     order = sorted(range(4), key=lambda axis: (pooled.axes + "NHWC").index("NHWC"[axis]))
     return out.transpose(order).reshape(shape_of(pooled.output))
 
@@ -157,7 +183,7 @@ def _pooled(eqn: JaxprEqn, pooled: PooledConvolution, image: Array, weight: Arra
 def _find_pooled(program: Program, eqn: JaxprEqn) -> PooledConvolution | None:
     """A convolution of stride 1 that leads through a bias, units and changes of layout to 2 x 2 max pooling alone."""
     params, var = eqn.params, eqn.outvars[0]
-    if len(shape_of(var)) != 4 or {*params["window_strides"], *params["rhs_dilation"]} != {1}:
+    if len(shape_of(var)) != 4 or {*params["window_strides"], *params["lhs_dilation"], *params["rhs_dilation"]} != {1}:
         return None
     label_of = dict(zip(params["dimension_numbers"].out_spec, "NCHW", strict=True))
     outputs = shape_of(var)[params["dimension_numbers"].out_spec[1]]
@@ -173,7 +199,7 @@ def _find_pooled(program: Program, eqn: JaxprEqn) -> PooledConvolution | None:
                 break
         elif is_relu(consumer) and not has_units:
             has_units = True
-        elif name == "reduce_window_max" and not is_pooled and _is_pooling(consumer):
+        elif name == "reduce_window_max" and not is_pooled and _why_left(consumer) is None:
             window = dict(zip(range(len(shape_of(var))), consumer.params["window_dimensions"], strict=True))
             sizes = {label: window.pop(axis) for axis, label in zip(_long(var), axes, strict=True)}
             if set(window.values()) - {1} or {k: v for k, v in sizes.items() if v > 1} != {"H": 2, "W": 2}:

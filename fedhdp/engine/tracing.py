@@ -41,6 +41,7 @@ class Program:
         eqns: The equations, in order.
         nodes: A node for each equation; rules replace them.
         output: The result.
+        effects: Whether it does more than compute, such as print.
     """
 
     def __init__(self, apply: Callable, like: Parameters, x_N: jax.ShapeDtypeStruct, has_key: bool):
@@ -57,6 +58,7 @@ class Program:
         self.constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self.eqns: list[JaxprEqn] = jaxpr.eqns
         self.output: Var | Literal = jaxpr.outvars[0]
+        self.effects = bool(jaxpr.effects)
         self.examples = x_N.shape[0]
         self.nodes = [_node(jaxpr, eqn) for eqn in self.eqns]
         self.number_of = {var: number for number, eqn in enumerate(self.eqns) for var in eqn.outvars}

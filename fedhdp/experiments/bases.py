@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from fedhdp.basis import cosine_basis, fingerprint, pca_basis, public_moments, random_basis, with_basis
+from fedhdp.archives import read_npy
+from fedhdp.basis import Moments, cosine_basis, fingerprint, pca_basis, public_moments, random_basis, with_basis
 from fedhdp.errors import ConfigError, InvalidValueError, require
 from fedhdp.experiments.file_data import opted_out
 from fedhdp.metrics import replace_metrics
-from fedhdp.results.store import BASIS_FILE, atomic_write
+from fedhdp.results.store import BASIS_FILE, DamagedRunError, atomic_write
 
 if TYPE_CHECKING:
     from fedhdp.data import FederatedData
@@ -84,7 +85,11 @@ class PcaBasis(_Basis, frozen=True, tag="pca"):
 
     def make(self, data: FederatedData, opted_out: Collection[str]) -> np.ndarray:
         """The matrix; no other client's examples are read."""
-        return pca_basis(public_moments(data, opted_out), self.size, self.exponent) * np.float32(self.scale)
+        return self.of_moments(public_moments(data, opted_out))
+
+    def of_moments(self, moments: Moments) -> np.ndarray:
+        """The matrix of the second moments of clients who opted out."""
+        return pca_basis(moments, self.size, self.exponent) * np.float32(self.scale)
 
     def about(self) -> str:
         """The basis in words, for tables."""
@@ -139,17 +144,24 @@ class MatrixBasis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     def _read(self) -> np.ndarray:
         self._content()  # checks the checksum
         try:
-            matrix = np.load(self.file, allow_pickle=False)
-        except (ValueError, EOFError) as error:
+            matrix = read_npy(Path(self.file))
+        except ValueError as error:
             message = f"model.basis.file must be an npy file, got {self.file}"
             raise ConfigError(message, "model.basis.file", self.file) from error
-        if not isinstance(matrix, np.ndarray) or matrix.ndim != 2 or matrix.dtype.kind not in "fiu" or not matrix.size:
+        if matrix.ndim != 2 or matrix.dtype.kind not in "fiu" or not matrix.size:
             message = f"model.basis.file must be a matrix of numbers, got {self.file}"
             raise ConfigError(message, "model.basis.file", self.file)
         return matrix
 
 
 BasisConfig = CosineBasis | PcaBasis | RandomBasis | MatrixBasis
+
+
+def _read_stored(path: Path) -> np.ndarray:
+    try:
+        return read_npy(path)
+    except (OSError, ValueError) as error:
+        raise DamagedRunError(f"{path} is damaged: {error}") from error
 
 
 def load_basis(config: BasisConfig, directory: Path, data: FederatedData, opted_out: Collection[str]) -> np.ndarray:
@@ -161,7 +173,7 @@ def load_basis(config: BasisConfig, directory: Path, data: FederatedData, opted_
     """
     path = directory / BASIS_FILE
     if path.exists():
-        return np.load(path, allow_pickle=False)
+        return _read_stored(path)
     try:
         basis = config.make(data, opted_out)
     except InvalidValueError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -24,7 +24,14 @@ from fedhdp.privacy.costs import PrivacyCost, scheduled_costs
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results.loggers import LoggedVariant, VariantLog
 from fedhdp.results.schema import ACCURACY, MetricInfo, MetricRow, VariantResult, account_groups, attach_metrics
-from fedhdp.results.store import Extension, VariantDirectory, encode_json
+from fedhdp.results.store import (
+    HISTORY_FILE,
+    DamagedRunError,
+    Extension,
+    VariantDirectory,
+    encode_json,
+    history_checksum,
+)
 from fedhdp.simulation import Simulation
 
 KEPT_CHECKPOINT_BYTES = 2**28  # up to which a finished run keeps its checkpoint unless the experiment says otherwise
@@ -104,7 +111,15 @@ class VariantBatch:
         last_shown = max((row.round for history in histories for row in history), default=0)
         self.replayed_rounds.extend(range(self.simulation.round, last_shown))
         self.simulation.histories = [part.history(until=self.simulation.round) for part in self.parts]
+        self._check_histories(checkpoint)
         self.has_lost_rows = histories != self.simulation.histories
+
+    def _check_histories(self, checkpoint: Mapping[str, np.ndarray]) -> None:
+        """Refuse histories that are not those of the checkpoint."""
+        checksums = checkpoint["histories"].tolist() if "histories" in checkpoint else []
+        for part, rows, (number, checksum) in zip(self.parts, self.simulation.histories, checksums, strict=False):
+            if history_checksum(rows[: int(number)]) != checksum:
+                raise DamagedRunError(f"{part.path / HISTORY_FILE} is damaged, or was changed after it was written")
 
     @property
     def seconds(self) -> float:
@@ -241,6 +256,8 @@ class VariantBatch:
         """Save the state from which the batch resumes."""
         counts = {"seconds": np.array(self.seconds), "replayed_rounds": np.array(self.replayed_rounds, int)}
         names = {"variants": np.array([variant.name for variant in self.variants])}
+        histories = [(str(len(rows)), history_checksum(rows)) for rows in self.simulation.histories]
+        names["histories"] = np.array(histories)  # their rows so far, and the checksum of these
         self.parts[0].save_checkpoint({**self.simulation.state_arrays(), **counts, **names})
 
     def _start_notes(self, mechanism: Mechanism, costs_of: Callable[[str], Iterable[PrivacyCost]]) -> list[str]:

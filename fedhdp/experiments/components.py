@@ -225,8 +225,17 @@ class CnnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
         require(1 <= self.kernel <= 999, "kernel", self.kernel, "between 1 and 999")
 
     def build(self, inputs: int, classes: int) -> Model:
-        """Build the model."""
-        return cnn(math.isqrt(inputs), classes, self.kernel)
+        """Build the model.
+
+        Raises:
+            ModelError: If the inputs are not those of square images.
+        """
+        side = math.isqrt(inputs)
+        if side**2 != inputs:
+            raise ModelError(
+                f"model.name must not be 'cnn' where inputs are no square images, got {inputs}", "model.name", "cnn"
+            )
+        return cnn(side, classes, self.kernel)
 
 
 class LinearConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="linear"):

@@ -32,6 +32,7 @@ from fedhdp.simulation import Simulation, StateArrays
 
 HEARTBEAT_SECONDS = 60  # after which a process that does not answer counts as dead
 START_SECONDS = 300  # for all processes to connect
+SOON_SECONDS = 10
 PIECE_BYTES = 2**26  # of an array that is sent at a time
 KEPT_MESSAGES = 100  # far more than process 0 is ahead: it waits for the last round before it starts another
 END, INITIAL = "end", "initial/"
@@ -86,7 +87,7 @@ class Message(NamedTuple):
     """A call, its arguments, and arrays by name."""
 
     call: str
-    arguments: Any
+    arguments: tuple[Any, ...]
     arrays: dict[str, np.ndarray]
 
 
@@ -99,7 +100,7 @@ class Channel:
     def __init__(self) -> None:
         self.count, self.is_open = 0, False  # open: this process leads
 
-    def send(self, call: str, arguments: Any = (), arrays: Mapping[str, np.ndarray] | None = None) -> None:
+    def send(self, call: str, arguments: tuple[Any, ...] = (), arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Send a message to the other processes."""
         arrays = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
         shapes = [(name, array.dtype.str, array.shape) for name, array in arrays.items()]
@@ -109,16 +110,18 @@ class Channel:
         for array in arrays.values():
             _broadcast(array)
 
-    def receive(self) -> Message:
-        """The next message, however long it takes."""
+    def receive(self, wait: bool = True) -> Message | None:
+        """The next message, however long it takes; without ``wait`` None, if there is none soon."""
         key = self._key()
         while True:
             try:
-                content = _client().blocking_key_value_get_bytes(key, 10_000)
+                content = _client().blocking_key_value_get_bytes(key, 1000 * SOON_SECONDS)
                 break
             except Exception as error:  # JAX has no class for it
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
+                if not wait:
+                    return None
         call, arguments, shapes = msgspec.msgpack.decode(content)
         arrays = {name: _broadcast(np.zeros(shape, dtype)) for name, dtype, shape in shapes}
         return Message(call, arguments, arrays)
@@ -157,7 +160,7 @@ class LeadingSimulation(Simulation):
             super().run_round()
 
     def set_mechanisms(self, mechanisms: Sequence[Mechanism]) -> None:
-        with self._sent("set_mechanisms", [msgspec.msgpack.encode(mechanism) for mechanism in mechanisms]):
+        with self._sent("set_mechanisms", (msgspec.msgpack.encode(tuple(mechanisms)),)):
             super().set_mechanisms(mechanisms)
 
     def client_scores(self) -> dict[str, np.ndarray]:
@@ -169,7 +172,7 @@ class LeadingSimulation(Simulation):
             return super().evaluate()
 
     def named_parameters(self, number: int = 0) -> dict[str, np.ndarray]:
-        with self._sent("named_parameters", number):
+        with self._sent("named_parameters", (number,)):
             return super().named_parameters(number)
 
     def personal_models(self, clients: np.ndarray | int, number: int = 0) -> np.ndarray:
@@ -179,13 +182,11 @@ class LeadingSimulation(Simulation):
     def state_arrays(self) -> StateArrays:
         with self._sent("state_arrays"):
             arrays = super().state_arrays()
-        return {
-            name: self._sent_part(name, value) if callable(value) else value for name, value in arrays.items()
-        }  # fmt: skip
+        return {name: self._part(name, value) if callable(value) else value for name, value in arrays.items()}
 
-    def _sent_part(self, name: str, compute: Callable[[], np.ndarray]) -> Callable[[], np.ndarray]:
+    def _part(self, name: str, compute: Callable[[], np.ndarray]) -> Callable[[], np.ndarray]:
         def part() -> np.ndarray:
-            with self._sent("state_part", name):
+            with self._sent("state_part", (name,)):
                 return compute()
 
         return part
@@ -197,7 +198,9 @@ class LeadingSimulation(Simulation):
             super().restore(arrays)
 
     @contextmanager
-    def _sent(self, call: str, arguments: Any = (), arrays: Mapping[str, np.ndarray] | None = None) -> Iterator[None]:
+    def _sent(
+        self, call: str, arguments: tuple[Any, ...] = (), arrays: Mapping[str, np.ndarray] | None = None
+    ) -> Iterator[None]:
         if self._depth == 0:
             _CHANNEL.send(call, arguments, arrays)
         self._depth += 1
@@ -249,10 +252,11 @@ def follow() -> None:
     """
     follower, failure = Follower(), None
     while True:
-        message = _CHANNEL.receive()
-        if message.call == END:
+        message = _CHANNEL.receive(wait=failure is None)  # process 0 may wait for this one's part of a call that failed
+        if message is not None and message.call == END:
             return
-        if failure is not None:
+        if message is None or failure is not None:
+            assert failure is not None
             raise failure
         try:
             follower.make(message)
@@ -277,22 +281,18 @@ class Follower:
             return
         assert self.simulation is not None
         if call == "set_mechanisms":
-            self.simulation.set_mechanisms([msgspec.msgpack.decode(one, type=Mechanism) for one in arguments])
+            self.simulation.set_mechanisms(msgspec.msgpack.decode(*arguments, type=tuple[Mechanism, ...]))
         elif call == "state_arrays":
             self.parts = self.simulation.state_arrays()
         elif call == "state_part":
-            part = self.parts[arguments]
+            part = self.parts[arguments[0]]
             assert callable(part)
             part()
         elif call == "restore":
             self.simulation.restore(arrays)
-        elif call == "named_parameters":
-            self.simulation.named_parameters(arguments)
-        elif call == "personal_models":
-            self.simulation.personal_models(np.array(arguments[0], int), arguments[1])
         else:
-            assert call in ("run_round", "client_scores", "evaluate")
-            getattr(self.simulation, call)()
+            assert call in ("run_round", "client_scores", "evaluate", "named_parameters", "personal_models")
+            getattr(self.simulation, call)(*arguments)
 
     def _simulate(self, toml: str, numbers: list[int], arrays: Mapping[str, np.ndarray]) -> None:
         """The simulation that process 0 makes, of the same experiment; loaded data serves the next one too."""

@@ -162,12 +162,14 @@ def run_variants(
                 start = (batch_mechanisms, parts[numbers[0]].path, cohort_entropy, initial_model)
                 simulation = make_simulation(experiment, numbers, data, model, *start)
                 directory.record_clients(simulation.group_of_client())
+                directory.write_checksums(running=[experiment.variants[number].name for number in numbers])
                 batch = VariantBatch(experiment, numbers, simulation, parts, watch, directory.extensions, start_cost)
                 for number, result in zip(numbers, batch.run(directory.id, ledger), strict=True):
                     results[number] = result
     variants = [result for result in results if result is not None]
     summary = Summary(experiment.name, sum(result.seconds for result in variants), variants, *provenance())
     write_value(directory.path / SUMMARY_FILE, summary)
+    directory.write_checksums()
     return summary
 
 

@@ -1,7 +1,8 @@
 """What a client keeps: its id, its personal models, what it was promised, and its privacy costs.
 
     DIR/identity             a random id, made at the first start, by which a server recognizes the client
-    DIR/personal-KIND.npz    the personal model, one for each set of array names and shapes; it never leaves the client
+    DIR/personal-KIND.npz    the personal model, one for each set of array names and shapes, and for each public basis; it
+                             never leaves the client
     DIR/promises.json        for each run, what the client's level was promised in its first query
     DIR/client.ledger        the rounds of all runs that the client is in; `fedhdp ledger show` prints it
 
@@ -21,7 +22,17 @@ from pathlib import Path
 import msgspec
 from flwr.app import ConfigRecord, RecordDict
 
-from fedhdp.flower.protocol import Arrays, DeclinedRound, LevelOffer, RoundRequest, array_shapes, from_record, to_record
+from fedhdp.basis import fingerprint
+from fedhdp.flower.protocol import (
+    BASIS,
+    Arrays,
+    DeclinedRound,
+    LevelOffer,
+    RoundRequest,
+    array_shapes,
+    from_record,
+    to_record,
+)
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import rounds_left, within_budget
 from fedhdp.privacy.costs import PrivacyCost
@@ -216,9 +227,11 @@ def _level_index(levels: list[str], level: str | None) -> int:
 
 
 def _kind(model: Arrays) -> str:
-    """The name of a personal model's file: one directory, and one budget, serves models of different shapes."""
-    shapes = msgspec.json.encode(sorted(array_shapes(model).items()))
-    return f"personal-{hashlib.sha256(shapes).hexdigest()[:8]}"
+    """The name of a personal model's file: one directory, and one budget, serves models of different shapes and bases."""
+    content = msgspec.json.encode(sorted(array_shapes(model).items()))
+    if BASIS in model:  # on another basis the same parameters are another model
+        content += fingerprint(model[BASIS]).encode()
+    return f"personal-{hashlib.sha256(content).hexdigest()[:8]}"
 
 
 def _recorded_budget(ledger: Ledger) -> Budget | None:

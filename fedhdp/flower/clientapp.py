@@ -22,6 +22,7 @@ What the client does, by what it knows of the run:
     a level     query                                             reply with the enrollment; the promise stays
     a level     train       keeps the promise, within budget      charge the round if needed, train, reply with the update
     a level     evaluate    keeps the promise, within budget      reply with the scores, unless the owner forbids it
+    a level     moments     its owner opted out, without budget   reply with the second moments of its inputs
     a level     train, …    otherwise                             decline
 """
 
@@ -37,6 +38,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.common.logger import log
 
+from fedhdp.basis import Moments
 from fedhdp.errors import ConfigError, ModelError
 from fedhdp.flower.client_state import (
     BUDGET_EXHAUSTED,
@@ -47,6 +49,8 @@ from fedhdp.flower.client_state import (
     make_promise,
 )
 from fedhdp.flower.protocol import (
+    BASIS,
+    MOMENTS_ACTION,
     Arrays,
     DeclinedRound,
     Enrollment,
@@ -56,10 +60,13 @@ from fedhdp.flower.protocol import (
     array_shapes,
     decline_message,
     enrollment_message,
+    moments_message,
+    parse_moments_request,
     parse_offer,
     parse_request,
     reply_message,
     select_metrics,
+    without_basis,
 )
 from fedhdp.mechanism import MAX_VALUE
 from fedhdp.privacy.ledger import Budget
@@ -76,10 +83,15 @@ class Trainer(NamedTuple):
             without a personal model. ``round`` is the number of completed rounds.
         score: Returns a model's metrics on the client's test examples by name, if it has any; a single number is the first
             metric of the deployment. Only metrics that the deployment names are sent, and only finite ones.
+        moments: Returns the second moments of the client's training inputs, for a basis of the clients who opted out. It
+            is called if the owner opted out, never else. None: the client declines.
+
+    With such a basis the models that ``fit`` and ``score`` get have it as the array ``public/basis``, which stays as it is.
     """
 
     fit: Fit
     score: Score | None = None
+    moments: Callable[[], Moments] | None = None
 
 
 class OwnerSettings(NamedTuple):
@@ -111,6 +123,18 @@ def client_app(
     def query(message: Message, context: Context) -> Message:
         settings, offer = _settings(context, level), parse_offer(message)
         return enrollment_message(message, _enroll(_open_state(context), offer, settings))
+
+    @app.query(MOMENTS_ACTION)
+    def moments(message: Message, context: Context) -> Message:
+        settings, state, request = _settings(context, level), _open_state(context), parse_moments_request(message)
+        try:
+            _check_opted_out(state, request, settings)
+            client_moments = trainer(context).moments
+            if client_moments is None:
+                raise DeclinedRound("this app has no second moments")
+        except DeclinedRound as error:
+            return _decline(message, request, error)
+        return moments_message(message, request, client_moments())
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -193,6 +217,20 @@ def _is_exhausted(state: InMemoryState, promise: Promise, budget: Budget | None)
     return state.is_overspent(budget) or (all_used and state.rounds_left(promise.cost(), budget) < 1)
 
 
+def _check_opted_out(state: InMemoryState, request: RoundRequest, settings: OwnerSettings) -> None:
+    """Second moments leave a client without noise: its owner must have chosen a level without noise by its name.
+
+    Raises:
+        DeclinedRound: If the owner did not, or has a budget.
+    """
+    with state.locked():
+        promise = check_request(request, state.load_promises(), settings.level)
+        if settings.level != promise.level or promise.noise_multiplier > 0:
+            raise DeclinedRound("second moments are of clients who opted out")
+        if state.rounds_left(promise.cost(), settings.budget) < 1:
+            raise DeclinedRound(BUDGET_EXHAUSTED)
+
+
 def _charge(state: InMemoryState, request: RoundRequest, settings: OwnerSettings) -> None:
     """Check that the round keeps the promise and is charged, before anything is computed.
 
@@ -218,6 +256,8 @@ def _fit(
     previous = state.load_personal(parameters)
     start, personal_start = _copy(parameters), _copy(previous or parameters)  # fit may train in place
     trained, personal = trainer.fit(start, personal_start, request.pull, request.round)
+    if personal is not None and BASIS in parameters:
+        personal = {**personal, BASIS: parameters[BASIS]}
     if personal is not None and array_shapes(personal) != array_shapes(parameters):
         shapes, expected = array_shapes(personal), array_shapes(parameters)
         raise ModelError(f"fit returned a personal model of shapes {shapes}, not {expected}", "personal", shapes)
@@ -226,7 +266,7 @@ def _fit(
     elif personal is not None:
         log(WARNING, "the personal model of round %d is not finite: the previous one stays", request.round)
         personal = previous
-    return {name: trained[name] - array for name, array in parameters.items()}, personal
+    return {name: trained[name] - array for name, array in without_basis(parameters).items()}, personal
 
 
 def _decline(message: Message, request: RoundRequest, error: DeclinedRound) -> Message:

@@ -20,8 +20,10 @@ import tomli_w
 from fedhdp.client import LocalTraining
 from fedhdp.clips import Clip, parse_clip
 from fedhdp.errors import ConfigError, require
+from fedhdp.experiments.bases import PcaBasis
 from fedhdp.experiments.config import FIELDS
 from fedhdp.experiments.errors import config_error, refuse_nul
+from fedhdp.experiments.file_data import opted_out
 from fedhdp.experiments.toml import without_none
 from fedhdp.mechanism import Arithmetic, Mechanism, Noise, PrivacyGroup
 from fedhdp.metrics import is_metric_name
@@ -60,6 +62,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         name: The heading of the table of results.
         training: The local training of clients that use ``jax_trainer``.
         server: The server's optimizer.
+        basis: A public basis of the inputs, made of the second moments of the clients who opted out, who are asked once.
+            Other bases need no messages: they are a part of the app's model.
         seed: The seed of the initial model.
         cohort_seed: The seed of the cohorts, for tests only: with a seed nothing is private. None: the operating system's
             entropy.
@@ -91,6 +95,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     name: str = "deployment"
     training: LocalTraining = LocalTraining()
     server: ServerOptimizer = ServerOptimizer()
+    basis: PcaBasis | None = None
     seed: int = 0
     cohort_seed: int | None = None
     noise_seed: int | None = None
@@ -132,7 +137,20 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         )
         for name in self.budgets:
             require(name in self.levels, "budgets", name, f"of levels on offer ({', '.join(self.levels)})")
-        self.training.check(self._mechanism_config(dict.fromkeys(self.levels, 1)).uncalibrated())
+        config = self._mechanism_config(dict.fromkeys(self.levels, 1))
+        self.training.check(config.uncalibrated())
+        if self.basis is not None:
+            self._check_public(opted_out(config))
+
+    def _check_public(self, levels: list[str]) -> None:
+        """Refuse a basis that would take the second moments of clients whose level has an epsilon."""
+        rule = "left out where no level opts out: private clients' examples are not public"
+        require(len(levels) > 0, "basis", "pca", rule)
+        for name in levels:  # nothing protects them from the first round on, so the ledger must say so
+            rate = self.levels[name].sampling_rate
+            require(rate > 0, f"levels.{name}.sampling_rate", rate, "above 0 where their second moments make the basis")
+            budget = self.budgets.get(name)
+            require(budget is None, f"budgets.{name}", budget, "left out where their second moments make the basis")
 
     @classmethod
     def from_run_config(cls, run_config: Mapping[str, Any]) -> Deployment:
@@ -192,13 +210,21 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         """All fields as TOML."""
         return tomli_w.dumps(without_none(msgspec.to_builtins(self))).encode()
 
-    def mechanism(self, clients: Mapping[str, int]) -> Mechanism:
+    def mechanism(self, clients: Mapping[str, int], parameters: int | None = None) -> Mechanism:
         """The mechanism for these numbers of clients by level; a level without clients has no group.
 
-        Noise is calibrated by the ledger's accountant. A weight that a level does not state is 1: the theory's depends on
-        how many clients choose each level, which is not known when the deployment starts.
+        Args:
+            clients: The number of clients of each level.
+            parameters: The number of the model's parameters, from which the theory computes the weights that levels do not
+                state. None: these are 1, for what does not depend on weights: noise multipliers and layers.
         """
-        return self._mechanism_config(clients).build(self.rounds, self.delta, LEDGER_ACCOUNTANT)
+        mechanism = self._mechanism_config(clients).build(self.rounds, self.delta, LEDGER_ACCOUNTANT)
+        free = [group.name for group in mechanism.groups if group.name not in self.stated_weights]
+        if parameters is None or not free:
+            return mechanism
+        from fedhdp.theory.planning import with_optimal_weights
+
+        return with_optimal_weights(mechanism, self.rounds, parameters, free)
 
     def _mechanism_config(self, clients: Mapping[str, int]) -> MechanismConfig:
         groups = tuple(
@@ -216,6 +242,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     def epsilon_targets(self) -> dict[str, float]:
         """The epsilons that levels state, by name."""
         return {name: level.epsilon for name, level in self.levels.items() if level.epsilon is not None}
+
+    @property
+    def stated_weights(self) -> dict[str, float]:
+        """The weights that levels state, by name."""
+        return {name: level.weight for name, level in self.levels.items() if level.weight is not None}
 
     @cached_property
     def levels_by_strictness(self) -> tuple[str, ...]:

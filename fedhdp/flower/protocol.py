@@ -3,14 +3,16 @@
     message    the server sends                  the client replies
     ────────   ───────────────────────────────   ─────────────────────────────────────────────────────────────
     query      ``LevelOffer``                    ``Enrollment``: its level, its id, whether its budget is exhausted
+    moments    ``RoundRequest``                  the second moments of its inputs: asked of clients who opted out alone
     train      global model, ``RoundRequest``    the update; the scores of both models, if requested
     evaluate   global model, ``RoundRequest``    the scores of both models
 
 A model is a dictionary of named float32 arrays. The server knows the names and shapes, and an update must match them
-exactly. Every ``RoundRequest`` carries a random token for one client and one round. The reply must repeat the token, so
-that a replayed reply is refused. The server trusts nothing in a reply.
+exactly. A public basis is sent beside the global model, and is among a client's arrays as ``BASIS``; updates are without
+it. Every ``RoundRequest`` carries a random token for one client and one round. The reply must repeat the token, so that a
+replayed reply is refused. The server trusts nothing in a reply.
 
-Axis letters: P parameters.
+Axis letters: P parameters, F inputs, K columns of a basis.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common.logger import log
 
+from fedhdp.basis import Moments
 from fedhdp.errors import require
 from fedhdp.mechanism import MAX_VALUE
 
@@ -38,6 +41,10 @@ if TYPE_CHECKING:
 Arrays = dict[str, np.ndarray]
 Score = Callable[[Arrays], float | Mapping[str, float]]
 SCORED_MODELS = ("global", "personal")
+BASIS = "public/basis"  # the name of a public basis among a client's arrays
+MOMENTS_ACTION = "moments"
+MOMENTS = f"{MessageType.QUERY}.{MOMENTS_ACTION}"  # the type of the message that requests second moments
+MAX_INPUTS = 10_000  # of second moments, whose size is the square of it
 MAX_HEADER_BYTES = 1024  # of an array's message, beside its numbers
 CLIENT_ID = re.compile(r"[0-9A-Za-z]{1,64}")
 POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 1.0  # Flower's own send_and_receive waits 3 seconds between two polls
@@ -178,16 +185,78 @@ def parse_enrollment(reply: Message) -> Enrollment:
     )
 
 
-def request_message(kind: str, node: int, model: ArrayRecord, request: RoundRequest, ttl: float) -> Message:
+def request_message(
+    kind: str, node: int, model: ArrayRecord, request: RoundRequest, ttl: float, basis: np.ndarray | None = None
+) -> Message:
     """A message that requests training or evaluation, by ``kind``; ``ttl`` is its time to live in seconds."""
     content = RecordDict({"global": model, "request": _to_config(request)})
+    if basis is not None:
+        content["basis"] = to_record({BASIS: basis})
     return Message(content, node, kind, ttl=ttl, group_id=str(request.round))
 
 
 def parse_request(message: Message) -> tuple[Arrays, RoundRequest]:
-    """The global model, and what to do with it."""
-    record = message.content.config_records["request"]
-    return from_record(message.content.array_records["global"]), msgspec.convert(dict(record), RoundRequest)
+    """The global model, with its public basis if it has one, and what to do with it."""
+    records = message.content.array_records
+    arrays = from_record(records["global"]) | (from_record(records["basis"]) if "basis" in records else {})
+    return arrays, _request_of(message)
+
+
+def without_basis(arrays: Mapping[str, np.ndarray]) -> Arrays:
+    """The arrays that are trained."""
+    return {name: array for name, array in arrays.items() if name != BASIS}
+
+
+def moments_request(node: int, request: RoundRequest, ttl: float) -> Message:
+    """A message that requests second moments of a client who opted out."""
+    return Message(RecordDict({"request": _to_config(request)}), node, MOMENTS, ttl=ttl)
+
+
+def parse_moments_request(message: Message) -> RoundRequest:
+    """What the second moments are requested for."""
+    return _request_of(message)
+
+
+def moments_message(message: Message, request: RoundRequest, moments: Moments) -> Message:
+    """A reply with second moments."""
+    record = ConfigRecord({"token": request.token, "examples": moments.num_examples})
+    sums = ArrayRecord({"sum": Array(np.asarray(moments.sum_FF, np.float64))})
+    return Message(RecordDict({"request": record, "moments": sums}), reply_to=message)
+
+
+def parse_moments(message: Message, request: RoundRequest, inputs: int | None) -> Moments:
+    """Validate a client's second moments.
+
+    Args:
+        message: The reply.
+        request: The request that it answers.
+        inputs: The number of inputs that other clients have; None: any.
+
+    Raises:
+        RefusedReply: If they are not finite second moments of so many inputs.
+        DeclinedRound: If the client declines.
+    """
+    try:
+        record = message.content.config_records["request"]
+        _check_answer(record, request)
+        examples, array = record["examples"], message.content.array_records["moments"]["sum"]
+        if not isinstance(examples, int) or not 1 <= examples <= MAX_VALUE:
+            raise RefusedReply("malformed", "second moments must be of one example or more")
+        if len(array.shape) != 2 or not 1 <= array.shape[0] <= MAX_INPUTS:
+            raise RefusedReply("malformed", f"second moments must be a matrix of at most {MAX_INPUTS:,} inputs")
+        size = array.shape[0] if inputs is None else inputs
+        sum_FF = _parse_array(array, (size, size), np.float64)
+        if not (np.abs(sum_FF) <= MAX_VALUE).all():
+            raise RefusedReply("not finite")
+        return Moments(sum_FF, examples)
+    except (RefusedReply, DeclinedRound):
+        raise
+    except Exception as error:  # no reply may end the server, whatever it provokes
+        raise RefusedReply("malformed", _printable(f"{type(error).__name__}: {error}")) from error
+
+
+def _request_of(message: Message) -> RoundRequest:
+    return msgspec.convert(dict(message.content.config_records["request"]), RoundRequest)
 
 
 def reply_message(
@@ -225,10 +294,7 @@ def parse_reply(
     """
     try:
         content, record = message.content, message.content.config_records["request"]
-        if record.get("token") != request.token:
-            raise RefusedReply("replayed", "the token is not this round's")
-        if "declined" in record:
-            raise DeclinedRound(_printable(str(record["declined"])))
+        _check_answer(record, request)
         allowed = {"request"} | ({"update"} if is_training else set()) | ({"scores"} if request.evaluate else set())
         if extra := set(content) - allowed:
             raise RefusedReply("malformed", f"{len(extra)} records that were not requested")
@@ -238,6 +304,14 @@ def parse_reply(
         raise
     except Exception as error:  # no reply may end the server, whatever it provokes
         raise RefusedReply("malformed", _printable(f"{type(error).__name__}: {error}")) from error
+
+
+def _check_answer(record: ConfigRecord, request: RoundRequest) -> None:
+    """Refuse a reply to another request; a client that declines has its exception."""
+    if record.get("token") != request.token:
+        raise RefusedReply("replayed", "the token is not this round's")
+    if "declined" in record:
+        raise DeclinedRound(_printable(str(record["declined"])))
 
 
 def _to_config(value: msgspec.Struct) -> ConfigRecord:
@@ -258,16 +332,16 @@ def _parse_update(record: ArrayRecord, like: Mapping[str, np.ndarray]) -> np.nda
     return row_P
 
 
-def _parse_array(array: Array, shape: tuple[int, ...]) -> np.ndarray:
+def _parse_array(array: Array, shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:
     """One array; its header is checked before memory is allocated for it."""
-    if len(array.data) > 4 * math.prod(shape) + MAX_HEADER_BYTES:
+    if len(array.data) > np.dtype(dtype).itemsize * math.prod(shape) + MAX_HEADER_BYTES:
         raise RefusedReply("wrong shape", f"{len(array.data)} bytes where {shape} is expected")
     data = io.BytesIO(array.data)
     version = np.lib.format.read_magic(data)
     read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    header_shape, _, dtype = read_header(data, MAX_HEADER_BYTES)
-    if dtype != np.float32:
-        raise RefusedReply("wrong dtype", f"{dtype} where float32 is expected")
+    header_shape, _, header_dtype = read_header(data, MAX_HEADER_BYTES)
+    if header_dtype != dtype:
+        raise RefusedReply("wrong dtype", f"{header_dtype} where {np.dtype(dtype)} is expected")
     if header_shape != shape:
         raise RefusedReply("wrong shape", f"{header_shape} where {shape} is expected")
     return array.numpy()

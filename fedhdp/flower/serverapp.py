@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
 
@@ -22,8 +23,9 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
 from fedhdp.errors import ModelError, RunError
+from fedhdp.experiments.bases import describe_basis
 from fedhdp.flower.config import Deployment
-from fedhdp.flower.protocol import Arrays, Score, array_shapes, send_and_gather, to_record, unflatten
+from fedhdp.flower.protocol import BASIS, Arrays, Score, array_shapes, send_and_gather, to_record, unflatten
 from fedhdp.flower.registry import Registry, WaitLog
 from fedhdp.flower.strategy import FedHDP, layers_of, metric_infos
 from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT
@@ -101,24 +103,33 @@ def run_deployment(grid: Grid, deployment: Deployment, initial_arrays: Arrays, s
             checkpoint = variant.checkpoint() or {}
             record = _read_record(checkpoint)
             registry = Registry(deployment, ledger, directory.id, record.members)
-            billing = start_billing(deployment, ledger, directory.id, record.segments, record.dropped_groups)
+            parameters = sum(array.size for array in initial_arrays.values())
+            billing = start_billing(
+                deployment, ledger, directory.id, parameters, record.segments, record.dropped_groups
+            )
             strategy = FedHDP(deployment, registry, billing, directory.id, initial_arrays, score)
             result = _run(grid, strategy, variant, checkpoint)
         summary = Summary(deployment.name, result.seconds, [result], *provenance())
         store.write_value(out / store.SUMMARY_FILE, summary)
+        directory.write_checksums()
         return summary
 
 
 def start_billing(
-    deployment: Deployment, ledger: Ledger, run: str, segments: Iterable[Segment] = (), dropped: Iterable[str] = ()
+    deployment: Deployment,
+    ledger: Ledger,
+    run: str,
+    parameters: int,
+    segments: Iterable[Segment] = (),
+    dropped: Iterable[str] = (),
 ) -> DeploymentBilling:
-    """The billing of a deployment's run, from the segments and dropped groups of a checkpoint."""
+    """The billing of a run of a model with so many parameters, from the segments and dropped groups of a checkpoint."""
     return DeploymentBilling(
         ledger,
         run,
         segments,
         dropped,
-        build_mechanism=deployment.mechanism,
+        build_mechanism=partial(deployment.mechanism, parameters=parameters),
         delta_of=deployment.delta_of,
         repeatable=deployment.repeatable,
         on_exhausted=deployment.on_budget_exhausted,
@@ -133,6 +144,8 @@ def _check_model(arrays: Arrays) -> None:
     if not arrays or not all(np.isfinite(array).all() for array in arrays.values()):
         names = sorted(arrays)
         raise ModelError(f"initial_arrays must be at least one array, all finite, got {names}", "initial_arrays", names)
+    if BASIS in arrays:
+        raise ModelError(f"initial_arrays must not have {BASIS!r}, the name of a basis", "initial_arrays", BASIS)
 
 
 def _open_run(out: Path, deployment: Deployment) -> RunDirectory:
@@ -170,6 +183,8 @@ def _run(
     groups = account_groups(billing.full_mechanism, billing.costs, deployment.delta_of, LEDGER_ACCOUNTANT, targets)
     result = VariantResult(VARIANT, "fedhdp", strategy.round, seconds, deployment.repeatable, groups)
     result.metrics, result.stopped = metric_infos(deployment), stopped
+    if deployment.basis is not None and strategy.basis is not None:
+        result.preparation = describe_basis(deployment.basis, strategy.basis)
     result = attach_metrics(result, variant.history())
     variant.finish(_named_parameters(strategy), result)
     return result

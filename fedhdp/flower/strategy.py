@@ -24,10 +24,15 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedhdp import server
+from fedhdp.basis import Moments
+from fedhdp.errors import DataError
 from fedhdp.flower.aggregation import start_aggregation
+from fedhdp.flower.basis import read_basis, write_basis
 from fedhdp.flower.config import Deployment
 from fedhdp.flower.counts import MessageCounts
 from fedhdp.flower.protocol import (
+    BASIS,
+    MOMENTS,
     SCORED_MODELS,
     Arrays,
     ClientReply,
@@ -38,9 +43,12 @@ from fedhdp.flower.protocol import (
     Score,
     flatten,
     match_replies,
+    moments_request,
+    parse_moments,
     parse_reply,
     request_message,
     select_metrics,
+    send_and_gather,
     to_record,
     unflatten,
 )
@@ -99,6 +107,7 @@ class FedHDP(Strategy):
         self.initial_arrays, self.score = initial_arrays, score
         self.round = 0  # completed rounds
         self.state: ServerState | None = None
+        self.basis: np.ndarray | None = None
         self.counts = MessageCounts(deployment.levels)
         self.metric_rows: list[MetricRow] = []  # of the last round
         self._pending: list[PendingRequest] = []
@@ -111,7 +120,13 @@ class FedHDP(Strategy):
         return unflatten(np.asarray(self.state.theta_P), self.initial_arrays)
 
     def admit(self, grid: Grid) -> None:
-        """Let newly enrolled clients take part, and size the server's state for the mechanism's groups."""
+        """Let newly enrolled clients take part, and size the server's state for the mechanism's groups.
+
+        The first time it also makes the public basis of the clients who opted out, if the deployment has one.
+
+        Raises:
+            DataError: If the basis cannot be made, since nobody opted out or no such client sends second moments.
+        """
         self.registry.poll(grid)
         members = dict(self.registry.members)
         refused_levels = self.billing.refused_levels(members)
@@ -124,6 +139,32 @@ class FedHDP(Strategy):
             self.state = server.initial_state(mechanism, self.deployment.server, theta_P)
         if len(self.state.refused_G) != len(mechanism.groups):
             self.state = self.state._replace(refused_G=jnp.zeros(len(mechanism.groups), jnp.int32))
+        if self.deployment.basis is not None and self.basis is None:
+            self.basis = read_basis(self.deployment)
+            if self.basis is None:
+                self.basis = self._make_basis(grid)
+
+    def _make_basis(self, grid: Grid) -> np.ndarray:
+        """Ask the clients who opted out for their second moments, once in the run, and nobody else ever."""
+        groups, budget_of = self.billing.mechanism.groups, self.billing.ledger.budget
+        public = [group.opted_out and budget_of(group.name) is None for group in groups]  # a budget ends their rounds
+        clients = [(client, number) for client, number in self._clients() if public[number]]
+        if not clients:
+            message = "basis must not be pca where nobody opted out: private clients' examples are not public, got pca"
+            raise DataError(message, "basis", "pca")
+        messages = self._make_requests(MOMENTS, clients, ArrayRecord(), evaluate=False)
+        log(INFO, "asking %s who opted out for second moments", pluralize(len(messages), "client"))
+        matched = self._match(send_and_gather(grid, messages, self.deployment.reply_timeout_seconds))
+        moments: list[Moments] = []
+        for pending in self._pending:
+            if (reply := matched.by_client.get(pending.client)) is None:
+                continue
+            try:
+                inputs = len(moments[0].sum_FF) if moments else None
+                moments.append(parse_moments(reply, pending.request, inputs))
+            except (DeclinedRound, RefusedReply) as error:
+                log(WARNING, "second moments of %s are left out: %s", pending.label, error)
+        return write_basis(self.deployment, moments)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -219,7 +260,11 @@ class FedHDP(Strategy):
                 pull=group.pull,
                 metrics=list(self.deployment.metrics) if evaluate else [],
             )
-            message = request_message(kind, node, model, request, self.deployment.reply_timeout_seconds)
+            timeout = self.deployment.reply_timeout_seconds
+            if kind == MOMENTS:
+                message = moments_request(node, request, timeout)
+            else:
+                message = request_message(kind, node, model, request, timeout, self.basis)
             self._pending.append(PendingRequest(client, number, request, message))
         return [pending.message for pending in self._pending]
 
@@ -299,7 +344,8 @@ class FedHDP(Strategy):
         if self.score is None or self._last_scored_round == self.round:
             return []
         self._last_scored_round = self.round
-        values = select_metrics(self.score(self.model), self.deployment.metrics).items()
+        model = self.model if self.basis is None else self.model | {BASIS: self.basis}
+        values = select_metrics(self.score(model), self.deployment.metrics).items()
         return [MetricRow(self.round, SERVER, "global", name, value) for name, value in values if not math.isnan(value)]
 
     def _is_due(self, every: int) -> bool:

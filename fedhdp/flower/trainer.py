@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedhdp.basis import second_moments, with_basis
 from fedhdp.client import LocalTraining, scale_inputs, shuffle
 from fedhdp.engine.chunk import train_clients
 from fedhdp.engine.evaluation import model_metrics
 from fedhdp.errors import ModelError
 from fedhdp.flower.clientapp import Trainer
-from fedhdp.flower.protocol import Arrays, array_shapes
+from fedhdp.flower.protocol import BASIS, Arrays, array_shapes, without_basis
 from fedhdp.metrics import measure
 from fedhdp.models import Model, Parameters, take
 from fedhdp.rng import BATCHES, MODEL, stream
@@ -51,12 +52,18 @@ def initial_arrays(model: Model, seed: int) -> Arrays:
 def scorer(
     model: Model, x_N: np.ndarray, y_N: np.ndarray, input_scale: float | None = None
 ) -> Callable[[Arrays], dict[str, float]]:
-    """A function that returns a model's metrics on these examples, by name; ``input_scale`` as in `FederatedData`."""
+    """A function that returns a model's metrics on these examples, by name; ``input_scale`` as in `FederatedData`.
+
+    Arrays with a public basis are those of the model on it, whose inputs are the basis's columns.
+    """
     metrics = model_metrics(model)
 
     def score(arrays: Arrays) -> dict[str, float]:
-        outputs_N = model.apply(to_parameters(model, arrays), scale_inputs(jnp.asarray(x_N), input_scale), None)
-        return measure(metrics, outputs_N, y_N)
+        parameters, x_scaled_N = (
+            to_parameters(model, without_basis(arrays)),
+            scale_inputs(jnp.asarray(x_N), input_scale),
+        )
+        return measure(metrics, _on_basis(model, arrays).apply(parameters, x_scaled_N, None), y_N)
 
     return score
 
@@ -73,7 +80,7 @@ def jax_trainer(
     """A trainer that computes what the simulator computes for a client.
 
     Args:
-        model: The model.
+        model: The model. In a deployment with a basis: the model of the basis's columns.
         training: Without ``personalize`` there is no personal model.
         x_M: The inputs of the client's training examples.
         y_M: Their labels.
@@ -83,17 +90,23 @@ def jax_trainer(
     """
 
     def fit(parameters: Arrays, personal: Arrays, pull: float, round: int) -> tuple[Arrays, Arrays | None]:
-        theta = to_parameters(model, parameters)
-        personal_theta = to_parameters(model, personal) if training.personalize else None
+        theta = to_parameters(model, without_basis(parameters))
+        personal_theta = to_parameters(model, without_basis(personal)) if training.personalize else None
         seed, number = batches if batches is not None else (secrets.randbits(31), 0)
         key = jax.random.fold_in(_key(seed, BATCHES, round), number)
         rates = jnp.array(training.rates(round), jnp.float32)
-        train = _compile(model, training, input_scale)
+        train = _compile(_on_basis(model, parameters), training, input_scale)
         update, personal_theta = train(theta, personal_theta, x_M, y_M, jnp.float32(pull), key, rates)
         trained = jax.tree.map(jnp.add, theta, update)
         return to_arrays(trained), None if personal_theta is None else to_arrays(personal_theta)
 
-    return Trainer(fit, None if test is None or not len(test[1]) else scorer(model, *test, input_scale))
+    score = None if test is None or not len(test[1]) else scorer(model, *test, input_scale)
+    return Trainer(fit, score, lambda: second_moments(x_M, input_scale))
+
+
+def _on_basis(model: Model, arrays: Arrays) -> Model:
+    """The model on the public basis among the arrays, if there is one."""
+    return with_basis(model, arrays[BASIS]) if BASIS in arrays else model
 
 
 @lru_cache(maxsize=8)

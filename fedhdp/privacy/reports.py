@@ -67,7 +67,7 @@ class LevelReport(msgspec.Struct, frozen=True):
     delta: float
     noise_multiplier: float
     sampling_rate: float
-    weight: float
+    weight: float | None  # None: the theory's for the clients who enroll
     budget: float | None
 
 
@@ -181,6 +181,7 @@ def account_levels(
     delta_of: Callable[[str], float],
     budgets: Mapping[str, Budget],
     targets: Mapping[str, float],
+    weights: Mapping[str, float],
 ) -> list[LevelReport]:
     """The epsilons that each level of a deployment guarantees after all rounds, whatever levels others choose.
 
@@ -190,6 +191,7 @@ def account_levels(
         delta_of: The delta of each level.
         budgets: The budgets of the levels that have one.
         targets: The epsilons that levels state, by name.
+        weights: The weights that levels state, by name.
     """
     reports = []
     for group in mechanism.groups:
@@ -205,7 +207,7 @@ def account_levels(
                 delta=delta,
                 noise_multiplier=group.noise_multiplier,
                 sampling_rate=group.sampling_rate,
-                weight=group.weight,
+                weight=weights.get(group.name),
                 budget=None if budget is None else budget.epsilon,
             )
         )

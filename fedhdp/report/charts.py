@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from fedhdp.report.html import Content, Html, element, join, text
+from fedhdp.report.html import Content, Html, element, join, text, variants_class
 
 WIDTH, HEIGHT = 480.0, 280.0
 LEFT, RIGHT, TOP, BOTTOM = 50.0, 12.0, 12.0, 42.0
@@ -61,6 +61,7 @@ class Axes(NamedTuple):
         smooth: Whether the script may smooth its lines.
         diagonal: Whether there is a line where y is x.
         joined: Whether points are joined by lines; not where the places of x have no order.
+        start: The x from which on values set the range of y, so that earlier ones may lie outside; None: all do.
     """
 
     x_label: str
@@ -73,6 +74,7 @@ class Axes(NamedTuple):
     smooth: bool = False
     diagonal: bool = False
     joined: bool = True
+    start: float | None = None
 
 
 class Chart(NamedTuple):
@@ -111,7 +113,8 @@ def draw(ident: str, lines: Sequence[Line], axes: Axes, references: Sequence[Ref
     parts = [*_grid(x_scale, y_scale, axes), *(_reference(reference, y_scale) for reference in references)]
     if axes.diagonal:
         parts.append(_path([(x_scale(x), y_scale(x)) for x in _between(x_scale)], class_="reference"))
-    parts += [_line(i, line, x_scale, y_scale, axes.joined) for i, line in enumerate(lines)]
+    series = [_line(i, line, x_scale, y_scale, axes.joined) for i, line in enumerate(lines)]
+    parts += series if axes.start is None else _clipped(ident, series)
     label = f"{axes.y_label} by {axes.x_label}: " + "; ".join(f"{line.label} {line.value}".strip() for line in lines)
     picture = element(
         "svg", *parts, viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}", role="img", aria_label=label, id=ident, class_="plot"
@@ -137,6 +140,12 @@ def draw(ident: str, lines: Sequence[Line], axes: Axes, references: Sequence[Ref
         ],
     }
     return Chart(element("figure", picture, legend), data)
+
+
+def _clipped(ident: str, parts: Sequence[Html]) -> list[Html]:
+    """What is drawn inside the axes alone."""
+    area = _void("rect", x=LEFT, y=TOP, width=WIDTH - RIGHT - LEFT, height=HEIGHT - BOTTOM - TOP)
+    return [element("clipPath", area, id=f"{ident}-area"), element("g", *parts, clip_path=f"url(#{ident}-area)")]
 
 
 def merged(lines: Iterable[Line]) -> list[Line]:
@@ -168,7 +177,10 @@ def _rounded(value: float) -> float:
 
 def _scales(lines: Sequence[Line], axes: Axes, references: Sequence[Reference]) -> tuple[_Scale, _Scale]:
     xs = [x for line in lines for x, _ in line.points] or [0.0]
-    ys = [y + sign * half for line in lines for (_, y), half in _with_halves(line) for sign in (-1, 1)]
+    within = [
+        ((x, y), half) for line in lines for (x, y), half in _with_halves(line) if axes.start is None or x >= axes.start
+    ]
+    ys = [y + sign * half for (_, y), half in within for sign in (-1, 1)]
     ys += [reference.y for reference in references]
     ys += list(axes.y_range or ())
     low_x, high_x = (-0.5, len(axes.places) - 0.5) if axes.places else (min(xs), max(xs))
@@ -261,12 +273,7 @@ def _line(number: int, line: Line, x_scale: _Scale, y_scale: _Scale, joined: boo
         parts.append(_path(placed, class_="line", stroke_dasharray=dash))
     if len(placed) <= MARKED or not joined:
         parts += [_void("circle", cx=x, cy=y, r=3.2) for x, y in placed]
-    return element("g", *parts, class_=f"series {line.style}{hides(line.numbers)}", data_line=number)
-
-
-def hides(numbers: Sequence[int]) -> str:
-    """The classes with which the check boxes of variants hide what is of one variant alone."""
-    return f" v v{numbers[0]}" if len(numbers) == 1 else ""
+    return element("g", *parts, class_=f"series {line.style} {variants_class(line.numbers)}", data_line=number)
 
 
 def swatch(style: str, dash: int = 0) -> Html:
@@ -279,7 +286,11 @@ def swatch(style: str, dash: int = 0) -> Html:
 def _legend_entry(line: Line) -> Html:
     value = element("b", line.value) if line.value else ""
     return element(
-        "li", swatch(line.style, line.dash), element("bdi", line.label), value, class_=f"entry{hides(line.numbers)}"
+        "li",
+        swatch(line.style, line.dash),
+        element("bdi", line.label),
+        value,
+        class_=f"entry {variants_class(line.numbers)}",
     )
 
 
@@ -303,10 +314,12 @@ class Charts:
 
     Attributes:
         data: The numbers of each chart, by its id.
+        toggles: The numbers of the variants of each line.
     """
 
     def __init__(self) -> None:
         self.data: dict[str, dict[str, Any]] = {}
+        self.toggles: set[tuple[int, ...]] = set()
 
     def add(
         self, ident: str, lines: Sequence[Line], axes: Axes, references: Sequence[Reference] = (), unit: str = ""
@@ -314,4 +327,5 @@ class Charts:
         """Draw a chart (see `draw`); ``unit`` stands above it and says what y is."""
         chart = draw(ident, lines, axes, references)
         self.data[ident] = chart.data
+        self.toggles |= {tuple(line["v"]) for line in chart.data["lines"] if min(line["v"]) >= 0}
         return join([element("p", unit or axes.y_label, class_="unit"), chart.html])

@@ -205,7 +205,7 @@ def levels_page(title: str, reports: Sequence[LevelReport], rounds: int, samplin
                 name(r.level),
                 f"{r.sampling_rate:g}",
                 f"{r.noise_multiplier:.4g}",
-                f"{r.weight:g}",
+                "theory's" if r.weight is None else f"{r.weight:g}",
                 f"{r.delta:g}",
                 *known,
             ]

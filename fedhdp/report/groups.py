@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import NamedTuple
 
-from fedhdp.report.charts import caption
-from fedhdp.report.html import Content, Html, Panel, Section, element, join, name, short, table
+from fedhdp.report.charts import Axes, Charts, Line, caption
+from fedhdp.report.html import Content, Html, Panel, Section, element, join, name, short, table, variants_class
 from fedhdp.report.rows import MODELS, Point, Row, Study
+from fedhdp.report.training import interval_note
+from fedhdp.results.metrics import half_interval, tenths
 
 LEAD = (
     "A client's own model starts from the global one and learns from the client's own examples. What counts for one client "
@@ -17,6 +20,7 @@ LEAD = (
 LEGEND = (
     "○ global model → ● personal models: means over the group's clients. | worst tenth: the mean of the lowest tenth."
 )
+PLACES = ("worst", *map(str, range(2, 10)), "best")
 LITTLE = 0.5  # points of gain that are next to nothing
 
 
@@ -34,11 +38,13 @@ class End(NamedTuple):
         return self.of_personal or self.of_global
 
 
-def groups_section(study: Study) -> Section | None:
+def groups_section(study: Study, charts: Charts) -> Section | None:
     """Each group at the end; None where nothing was measured on clients."""
     panels = [_group_panel(study, group, ends) for group in study.groups if (ends := _ends(study, group))]
     if not panels:
         return None
+    for number, group in enumerate(study.groups):
+        panels += _tenths_panel(study, charts, number, group)
     panels.append(Panel("Groups in numbers", _group_table(study), "clients", wide=True))
     return Section("groups", "What each group's clients get", LEAD, panels)
 
@@ -59,8 +65,7 @@ def _group_panel(study: Study, group: str, ends: Sequence[End]) -> Panel:
     margin = 0.06 * (high - low) or 0.02
     parts: list[Html] = []
     for end in ends:
-        hidden = f"v v{end.row.number}"
-        parts.append(element("span", name(end.row.name), class_=hidden))
+        parts.append(element("span", name(end.row.name), class_=variants_class((end.row.number,))))
         parts.append(_dots(study, end, low - margin, high + margin))
     body = join([element("div", *parts, class_="dots"), caption(LEGEND, _gain_words(study, ends))])
     return Panel(join([name(short(group)), ": ", _title(study, ends)]), body, "clients")
@@ -81,7 +86,7 @@ def _dots(study: Study, end: End, low: float, high: float) -> Html:
         parts.append(element("circle", cx=x(end.of_personal), cy="13", r="5"))
     words = study.format(end.shown.mean) if end.shown else ""
     parts.append(element("text", words, x="284", y="17.5", text_anchor="end", class_="label"))
-    classes = f"{end.row.style} v v{end.row.number}"
+    classes = f"{end.row.style} {variants_class((end.row.number,))}"
     return element("svg", *parts, viewBox="0 0 286 26", class_=classes, role="img", aria_label=words)
 
 
@@ -105,6 +110,37 @@ def _gain_words(study: Study, ends: Sequence[End]) -> str:
         return "Their own models gain these clients next to nothing."
     low, high = f"{min(gains):.1f}".replace("-", "−"), f"{max(gains):.1f}"
     return f"Their own models gain these clients {low if low == high else f'{low} to {high}'} points."
+
+
+def _tenths_panel(study: Study, charts: Charts, number: int, group: str) -> list[Panel]:
+    """The mean of each tenth of a group's clients; no panel where the runs have no scores by client."""
+    for model in reversed(MODELS):
+        lines = [line for row in study.rows if (line := _tenths_line(study, row, group, model)) is not None]
+        if lines:
+            break
+    else:
+        return []
+    main = next((line for line in lines if study.main.number in line.numbers), lines[-1])
+    worst, best = (study.format_scaled(main.points[place][1]) for place in (0, -1))
+    axes = Axes("tenth of the group's clients", study.metric_words, places=PLACES, format=study.format_scaled)
+    figure = charts.add(f"tenths-{number}", lines, axes, unit=study.unit)
+    words = f", {MODELS[model]}: {worst} in the worst tenth, {best} in the best ({short(main.label, 28)})"
+    body = join(
+        [figure, caption("Mean of each tenth of the clients, on their own test examples.", interval_note(study))]
+    )
+    return [Panel(join([name(short(group)), words]), body, "clients")]
+
+
+def _tenths_line(study: Study, row: Row, group: str, model: str) -> Line | None:
+    info = study.metric
+    of_seeds = [tenths(variant.client_scores(group, model, info.name), info.higher_is_better) for variant in row.seeds]
+    values = list(zip(*filter(None, of_seeds), strict=True))  # by tenth, then by seed
+    if not values:
+        return None
+    points = [(float(place), study.scaled(fmean(of_tenth))) for place, of_tenth in enumerate(values)]
+    halves = [study.scaled(half_interval(of_tenth) or 0.0) for of_tenth in values]
+    worst = study.format_scaled(points[0][1])
+    return Line(row.name, row.style, (row.number,), points, halves, row.dash, worst)
 
 
 def _group_table(study: Study) -> Html:

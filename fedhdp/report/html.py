@@ -121,7 +121,7 @@ class Page(NamedTuple):
         footer: The last lines.
         notice: A warning above everything else.
         controls: Check boxes that stay in view.
-        toggles: How many check boxes hide series.
+        toggles: For each group of variants that one element shows, their numbers: it is hidden when none is checked.
         refresh: The address whose content tells a live page that it has changed; None for a file.
     """
 
@@ -135,7 +135,7 @@ class Page(NamedTuple):
     details: Content = ""
     notice: Content = ""
     controls: Html = Html("")
-    toggles: int = 0
+    toggles: Sequence[Sequence[int]] = ()
     refresh: str | None = None
 
     def render(self) -> str:
@@ -171,12 +171,19 @@ def _asset(file: str) -> str:
     return resources.files("fedhdp.report").joinpath(file).read_text(encoding="utf-8")
 
 
-def _classes(toggles: int) -> str:
+def _classes(toggles: Sequence[Sequence[int]]) -> str:
     """Classes with the colour of each algorithm, and the rules by which check boxes hide series."""
     names = [*COLOURS.items(), *((f"other-{i}", colour) for i, colour in enumerate(OTHER_COLOURS))]
     rules = [f".c-{key.replace('_', '-')}{{--c:{colour}}}" for key, colour in names]
-    rules += [f"body:has(#show-{i}:not(:checked)) .v{i}{{display:none}}" for i in range(toggles)]
+    for numbers in toggles:
+        unchecked = "".join(f":has(#show-{i}:not(:checked))" for i in numbers)
+        rules.append(f"body{unchecked} .{variants_class(numbers)}{{display:none}}")
     return "".join(rules)
+
+
+def variants_class(numbers: Sequence[int]) -> str:
+    """The class of what is shown of variants, by their numbers."""
+    return f"v{'-'.join(map(str, numbers))}"
 
 
 def _policy(style: str, script: str, refresh: str | None) -> str:

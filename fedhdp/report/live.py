@@ -5,16 +5,28 @@ from __future__ import annotations
 import functools
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedhdp.mechanism import SERVER, ScheduledMechanism, mechanism_at
+from fedhdp.mechanism import SERVER, Mechanism, ScheduledMechanism, mechanism_at
 from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT
 from fedhdp.privacy.calibration import GroupConfig, MechanismConfig
-from fedhdp.privacy.costs import PrivacyCost, scheduled_costs
+from fedhdp.privacy.costs import PrivacyCost, composed_costs
+from fedhdp.privacy.ledger import Ledger
 from fedhdp.results.schema import GroupResult, MetricInfo, MetricRow, VariantResult, account_groups, attach_metrics
-from fedhdp.results.store import EXPERIMENT_FILE, HISTORY_FILE, START_FILE, VariantDirectory, slug
+from fedhdp.results.store import (
+    CHECKPOINT_FILE,
+    EXPERIMENT_FILE,
+    HISTORY_FILE,
+    RUN_FILE,
+    START_FILE,
+    RunInfo,
+    VariantDirectory,
+    read_arrays,
+    read_value,
+    slug,
+)
 
 if TYPE_CHECKING:
     from fedhdp.experiments.config import Experiment
@@ -40,7 +52,9 @@ def results_so_far(path: Path) -> list[VariantResult]:
         if (result := part.result()) is not None:
             results.append(result)
         elif history := part.history():
-            results.append(_result(experiment, number, mechanism, history))
+            results.append(
+                _result(experiment, number, mechanism, history, _costs(path, experiment, number, mechanisms))
+            )
             if (path / START_FILE).exists():
                 results[-1].start_covered = read_start(path)[1].covers(experiment, path)
     return results
@@ -56,15 +70,56 @@ def _read_mechanisms(path: Path, changed: int) -> tuple[Experiment, list[Schedul
     return experiment, experiment.variant_mechanisms(experiment.build_mechanism(data), data)
 
 
+def _costs(
+    path: Path, experiment: Experiment, number: int, mechanisms: Sequence[ScheduledMechanism]
+) -> Callable[[int], Mapping[str, Sequence[PrivacyCost]]]:
+    """What so many rounds of a variant have cost each group: by the ledger, or with the rounds that a crash replayed."""
+    if experiment.ledger is not None and not experiment.repeatable and Path(experiment.ledger).exists():
+        first = next(
+            i
+            for i in range(number + 1)
+            if _training(experiment, mechanisms, i) == _training(experiment, mechanisms, number)
+        )
+        run = f"{read_value(path / RUN_FILE, RunInfo).id}/{experiment.variants[first].name}"
+        with Ledger(Path(experiment.ledger), read_only=True) as ledger:
+            charged = {g.name: ledger.costs(g.name, run) for g in mechanism_at(mechanisms[number], 0).groups}
+        return lambda rounds: charged
+    schedule = mechanisms[number]
+    replayed = [] if experiment.repeatable else _replayed_rounds(path, experiment, experiment.variants[number].name)
+    if isinstance(schedule, Mechanism):
+        return lambda rounds: composed_costs({schedule: rounds + len(replayed)})
+    return lambda rounds: composed_costs(mechanism_at(schedule, round) for round in (*range(rounds), *replayed))
+
+
+def _training(experiment: Experiment, mechanisms: Sequence[ScheduledMechanism], number: int) -> tuple:
+    """Equal in variants that share a global training, which is charged in the name of the first."""
+    mechanism = mechanisms[number]
+    return (getattr(mechanism, "without_pulls", mechanism), *experiment.overrides(number))
+
+
+def _replayed_rounds(path: Path, experiment: Experiment, name: str) -> list[int]:
+    """The rounds that were shown before a crash and ran again; the first variant of a simulation has them."""
+    for file in (path / slug(variant.name) / CHECKPOINT_FILE for variant in experiment.variants):
+        if file.exists():
+            arrays = read_arrays(file, ("variants", "replayed_rounds"))
+            if name in arrays["variants"].tolist():
+                return arrays["replayed_rounds"].tolist()
+    return []
+
+
 def _result(
-    experiment: Experiment, number: int, schedule: ScheduledMechanism, history: Sequence[MetricRow]
+    experiment: Experiment,
+    number: int,
+    schedule: ScheduledMechanism,
+    history: Sequence[MetricRow],
+    costs_of: Callable[[int], Mapping[str, Sequence[PrivacyCost]]],
 ) -> VariantResult:
     """What a run would record for a variant if it ended now."""
     from fedhdp.experiments.bases import takes_statistics
     from fedhdp.experiments.file_data import opted_out
 
     variant, rounds = experiment.variants[number], history[-1].round
-    costs: Mapping[str, tuple[PrivacyCost, ...]] = scheduled_costs(schedule, rounds)
+    costs = costs_of(rounds)
     mechanism, targets = mechanism_at(schedule, max(rounds - 1, 0)), experiment.epsilon_targets(variant)
     is_public = takes_statistics(getattr(experiment.model, "basis", None))
     is_public |= getattr(experiment.data, "standardize", None) == "public"

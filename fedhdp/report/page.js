@@ -48,9 +48,10 @@
   }
 
   function isHidden(line) {
-    if (line.v.length !== 1) return false;
-    const box = document.getElementById(`show-${line.v[0]}`);
-    return Boolean(box) && !box.checked;
+    return line.v.every((number) => {
+      const box = document.getElementById(`show-${number}`);
+      return Boolean(box) && !box.checked;
+    });
   }
 
   function readOut(svg, chart) {
@@ -157,7 +158,7 @@
       if (version !== data.version) {
         const next = new DOMParser().parseFromString(await (await fetch("/", { cache: "no-store" })).text(), "text/html");
         const kept = [...document.querySelectorAll("input[id]")].map((i) => [i.id, i.checked, i.value]);
-        document.querySelector("main").replaceWith(next.querySelector("main"));
+        for (const part of ["style", "main"]) document.querySelector(part).replaceWith(next.querySelector(part));
         document.getElementById("data").textContent = next.getElementById("data").textContent;
         for (const [id, checked, value] of kept) {
           const input = document.getElementById(id);

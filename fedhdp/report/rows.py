@@ -88,6 +88,15 @@ class Row(NamedTuple):
         series = self.series(group, model, metric)
         return series[-1] if series else None
 
+    @property
+    def why_uncovered(self) -> str:
+        """Why no epsilon covers its global models, where none does."""
+        if self.result.repeatable:
+            return "its noise or cohorts came from a seed"
+        if self.result.start_covered is False:
+            return "no ε covers the model that it began with"
+        return "clients who chose noise have none"
+
     def costs(self, group: str) -> list[PrivacyCost] | None:
         """What the run's rounds cost a group, if it follows from the mechanism of the last round.
 
@@ -201,11 +210,11 @@ class Study(NamedTuple):
     @property
     def uncovered_words(self) -> str:
         """Which rows no epsilon covers, and why."""
-        names = [short(row.name) for row in self.rows if not row.covered]
-        if not names:
-            return ""
-        why = "clients who chose noise have none, also in the run it began with, or it came from a seed"
-        return f"No ε covers {', '.join(names)}: {why}."
+        by_reason: dict[str, list[str]] = {}
+        for row in self.rows:
+            if not row.covered:
+                by_reason.setdefault(row.why_uncovered, []).append(short(row.name))
+        return " ".join(f"No ε covers {', '.join(names)}: {why}." for why, names in by_reason.items())
 
 
 def read_study(directories: Iterable[Path], public: bool = False) -> Study:

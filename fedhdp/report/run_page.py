@@ -60,7 +60,7 @@ def run_page(
         promise_section(study, charts),
         rounds_section(study, charts, published),
         epsilon_section(study, charts),
-        groups_section(study),
+        groups_section(study, charts),
         clip_section(study, charts),
         sweep_section(study, charts),
         table_section(study, notes),
@@ -80,7 +80,7 @@ def run_page(
         footer="Made by fedhdp. This file loads nothing from anywhere.",
         notice=SEEDED if study.repeatable else "",
         controls=toggles(study) if len(study.rows) > 1 else Html(""),
-        toggles=len(study.rows),
+        toggles=sorted({*charts.toggles, *((row.number,) for row in study.rows)}),
         refresh=refresh,
     )
     return page.render()
@@ -99,7 +99,7 @@ def write_run_page(
 
 
 def _seeds(study: Study) -> str:
-    return f" · mean of {study.seeds} seeds" if study.seeds > 1 else ""
+    return f" · mean of {study.seeds} seeds" if study.seeds > 1 else " · one seed"
 
 
 def _state(study: Study) -> str:
@@ -158,7 +158,7 @@ def _budget_left(study: Study, row: Row) -> tuple[str, str]:
         if group.epsilon_target not in (None, math.inf) and group.epsilon is not None and group.epsilon_target
     }
     if not shares:
-        return "none", "no budget was set, and no epsilon asked for"
+        return "no budget", "none was set, and no epsilon asked for"
     group = min(shares, key=lambda key: shares[key])
     return f"{max(0.0, shares[group]):.0%}", f"of the ε that {short(group, 30)} asked for"
 
@@ -195,11 +195,10 @@ def publishing_section(study: Study) -> Section:
             "means, spreads, worst tenths and counts measured on clients' own data: they have no noise",
         ),
     ]
-    uncovered = [row.name for row in study.rows if not row.covered]
-    if uncovered:
-        rule = "their noise, or that of the run that they began with, is from a seed, or clients who chose noise have none: "
-        rule += "nothing that they measured is covered"
-        pairs.append(("Not covered at all", join([join(map(name, uncovered), ", "), f": {rule}"])))
+    if study.uncovered_words:
+        pairs.append(
+            ("Not covered at all", f"{study.uncovered_words} Nothing that was measured there may be published.")
+        )
     state = "It was left out of this file." if study.public else "fedhdp report DIR --public makes a page without it."
     return Section(
         "publish", "What of this may be published", state, [Panel("By kind of number", definitions(pairs), wide=True)]

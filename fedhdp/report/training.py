@@ -12,6 +12,7 @@ from fedhdp.report.html import Content, Disclosure, Html, Panel, Section, join, 
 from fedhdp.report.rows import MODELS, Point, Row, Study
 
 CLIPS_AT_MOST = 8  # charts of clips by layer
+EARLY = 0.25  # of the rounds, which may lie outside of a chart
 Pairs = list[tuple[float, float]]
 
 
@@ -73,14 +74,25 @@ def _rounds_panel(
     references: Sequence[Reference],
 ) -> Panel:
     group, model = owner
-    axes = Axes("round", study.metric_words, format=study.format_scaled, smooth=True)
+    start = _zoom_start(lines)
+    axes = Axes("round", study.metric_words, format=study.format_scaled, smooth=True, start=start)
     figure = charts.add(ident, lines, axes, references, unit=study.unit)
     subject: Content = "Server's test set" if group == SERVER else join([name(short(group)), ", ", MODELS[model]])
     subject = "Server's test set, averaged model" if model == "average" else subject
     disclosure = study.server_disclosure if group == SERVER else "clients"
     note = study.uncovered_words if disclosure == "mixed" else ""
-    body = join([figure, caption(interval_note(study), note)])
+    early = "Some early rounds lie outside of the picture." if start is not None else ""
+    body = join([figure, caption(interval_note(study), early, note)])
     return Panel(join([subject, ": ", _ends(study, group, model)]), body, disclosure)
+
+
+def _zoom_start(lines: Sequence[Line]) -> float | None:
+    """The round from which on values set the range of a chart, where earlier ones would more than double it."""
+    points = [point for line in lines for point in line.points]
+    first, last = min(x for x, _ in points), max(x for x, _ in points)
+    start = first + EARLY * (last - first)
+    spreads = [max(ys) - min(ys) for ys in ([y for _, y in points], [y for x, y in points if x >= start])]
+    return start if spreads[0] > 2 * spreads[1] > 0 else None
 
 
 def _ends(study: Study, group: str, model: str) -> str:
@@ -109,7 +121,7 @@ def clip_section(study: Study, charts: Charts) -> Section | None:
         panels += _number_panel(study, charts, "noise", words, unit, [(row, _noise(row)) for row in study.rows])
         words, unit = "Updates within the clip, as the server sees them through the noise", "share of updates, %"
         shares = [(row, _unclipped(row)) for row in study.rows]
-        panels += _number_panel(study, charts, "unclipped", words, unit, shares)
+        panels += _number_panel(study, charts, "unclipped", words, unit, shares, "%")
     if not panels:
         return None
     lead = (
@@ -123,13 +135,14 @@ def _pairs(series: Sequence[Point]) -> Pairs:
 
 
 def _number_panel(
-    study: Study, charts: Charts, ident: str, subject: str, unit: str, rows: Iterable[tuple[Row, Pairs]]
+    study: Study, charts: Charts, ident: str, subject: str, unit: str, rows: Iterable[tuple[Row, Pairs]], sign: str = ""
 ) -> list[Panel]:
     shown = [(row, points) for row, points in rows if points]
     if not shown:
         return []
     lines = [
-        Line(r.name, r.style, (r.number,), points, dash=r.dash, value=f"{points[-1][1]:.3g}") for r, points in shown
+        Line(r.name, r.style, (r.number,), points, dash=r.dash, value=f"{points[-1][1]:.3g}{sign}")
+        for r, points in shown
     ]
     without = [short(row.name, 24) for row, _ in shown if _clip_has_client_data(row)]
     figure = charts.add(ident, lines, Axes("round", unit, y_range=(0.0, 0.0), smooth=True), unit=unit)
@@ -137,14 +150,14 @@ def _number_panel(
         f"Follows clients' updates without noise, or with noise from a seed: {', '.join(without)}." if without else ""
     )
     disclosure: Disclosure = "public" if not without else "clients" if len(without) == len(shown) else "mixed"
-    ends: Html = _range_words(study, shown)
+    ends: Html = _range_words(study, shown, sign)
     return [Panel(join([subject, ends]), join([figure, caption(note)]), disclosure)]
 
 
-def _range_words(study: Study, shown: Sequence[tuple[Row, Pairs]]) -> Html:
+def _range_words(study: Study, shown: Sequence[tuple[Row, Pairs]], sign: str) -> Html:
     """From where to where the main row goes."""
-    points = next((points for row, points in shown if row.number == study.main.number), shown[-1][1])
-    return join([f": {points[0][1]:.3g} to {points[-1][1]:.3g}"])
+    row, points = next(((row, points) for row, points in shown if row.number == study.main.number), shown[-1])
+    return join([f": {points[0][1]:.3g}{sign} to {points[-1][1]:.3g}{sign} (", name(short(row.name, 28)), ")"])
 
 
 def _clip_has_client_data(row: Row) -> bool:

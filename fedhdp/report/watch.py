@@ -1,12 +1,13 @@
 """A run under way as a page that refreshes itself: a small server for this machine.
 
-It answers two addresses, the page and its version. No file is served, and requests that name another host are refused, so
-that no page of another site can read the numbers.
+It answers two addresses, the page and its version. No file is served. On a loopback address, requests that name another
+host are refused, so that no page of another site can read the numbers.
 """
 
 from __future__ import annotations
 
 import html
+import ipaddress
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +18,6 @@ from fedhdp.errors import RunError
 from fedhdp.report.run_page import run_page
 from fedhdp.results.store import EXPERIMENT_FILE, HISTORY_FILE, RUNS_FILE, SUMMARY_FILE
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 VERSION_PATH = "/version"
 
 
@@ -52,7 +52,7 @@ class WatchServer(ThreadingHTTPServer):
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach it."""
-        return str(self.server_address[0]) in LOOPBACK
+        return _is_loopback(str(self.server_address[0]))
 
     def version(self) -> str:
         """A text that changes with the run's files."""
@@ -67,6 +67,13 @@ class WatchServer(ThreadingHTTPServer):
             if version != self._page[0]:
                 self._page = version, _page_or_wait(self.directory, version)
             return self._page[1]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def make_server(directory: Path, host: str = "127.0.0.1", port: int = 0) -> WatchServer:
@@ -102,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer the page, its version, or nothing."""
-        if self.server.is_local and self._host() not in LOOPBACK:  # another site's name that leads here
+        if self.server.is_local and not _is_loopback(self._host()):  # another site's name that leads here
             self.send_error(HTTPStatus.FORBIDDEN)
         elif self.path == "/":
             self._send(self.server.page(), "text/html")

@@ -18,7 +18,7 @@ from fedhdp.experiments.components import BuiltInData, MlpConfig
 from fedhdp.experiments.config import Experiment
 from fedhdp.privacy.calibration import MechanismConfig
 from fedhdp.reproduction import tables
-from fedhdp.reproduction.levels import LEVEL_TABLES, levels_part, theory_weights
+from fedhdp.reproduction.levels import LEVEL_TABLES, PFA_FOLDER, levels_part, pfa_part, theory_weights
 from fedhdp.reproduction.tables import AVERAGED, PULLS, ROUNDS, TABLES, Options, Part, TableRow
 
 BASE = "noniid-mnist"  # the table that has extensions
@@ -150,25 +150,28 @@ def make_parts(
     options = options or Options()
     rows, extensions = parse_rows(name, row_names)
     data = tables.choose_data(TABLES[BASE if name == "levels" else name].sources, options.data)
-    experiments = []
+    parts = []
     for seed in seeds:
         if rows:
             sampling = options.sampling or "fixed"
             fields = {"rounds": options.rounds, "seed": seed}
-            experiments.append(tables.paper_part(name, rows, data, sampling, options.pulls, **fields))
+            parts.append(("paper", tables.paper_part(name, rows, data, sampling, options.pulls, **fields)))
         for part in extensions:
             if name == "levels":
-                experiments.append(levels_part(part, data, options.sampling or "poisson", options.rounds, seed))
+                of_levels = (part, data, options.sampling or "poisson", options.rounds, seed)
+                parts += [(part, levels_part(*of_levels)), (part + PFA_FOLDER, pfa_part(*of_levels))]
             else:
                 personal, rounds = bool(options.pulls), options.rounds
-                experiments.append(extension_part(part, data, personal, rounds, seed, name))
-    return [Part(e.seed, e.name.partition("/")[2], _apply_options(e, options)) for e in experiments]
+                parts.append((part, extension_part(part, data, personal, rounds, seed, name)))
+    return [Part(e.seed, folder, _apply_options(e, options)) for folder, e in parts]
 
 
 def _apply_options(experiment: Experiment, options: Options) -> Experiment:
-    """The experiment with the options; an extension with training of its own keeps its batches and personal epochs."""
-    extension, changed = EXTENSIONS.get(experiment.name.partition("/")[2]), tables.apply_options(experiment, options)
-    if extension is None or extension.training is None:
+    """The experiment with the options; a part with training of its own keeps its batches and personal epochs."""
+    part, changed = experiment.name.partition("/")[2], tables.apply_options(experiment, options)
+    if part in LEVEL_TABLES and LEVEL_TABLES[part].on_basis:
+        return replace(changed, training=experiment.training)
+    if part not in EXTENSIONS or EXTENSIONS[part].training is None:
         return changed
     return replace(changed, training=replace(experiment.training, personalize=bool(options.pulls)))
 

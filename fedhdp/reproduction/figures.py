@@ -17,9 +17,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from fedhdp.privacy.accounting import pluralize
+from fedhdp.reproduction.levels import LEVEL_TABLES, OURS, PFA
 from fedhdp.reproduction.summary import CLOSE, Cell, Comparison, Line, published_best
 from fedhdp.reproduction.tables import PULLS, TABLES, PaperTable, paper_rows, published_rows
-from fedhdp.results.palette import COLOURS, GRID_COLOUR, REFERENCE_COLOUR, STYLE
+from fedhdp.results.palette import COLOURS, GRID_COLOUR, OTHER_COLOURS, REFERENCE_COLOUR, STYLE
 
 MEASURED, PUBLISHED = COLOURS["fedhdp"], REFERENCE_COLOUR
 BASELINES = {
@@ -41,6 +42,7 @@ PANELS = (
 )
 Height = tuple[float | None, float]  # a weight and a height
 OUTLIER_RATIO = 1.5  # of the distance below the others to their spread
+LEVELS_SPAN = 12.0  # points of accuracy that the panels of several levels show
 
 
 def draw(comparison: Comparison, path: Path) -> None:
@@ -70,9 +72,22 @@ def _draw_paper_table(figure: Figure, comparison: Comparison, table: PaperTable)
     )
     for axis, (column, name) in zip((*axes[:3], *axes[4:]), panels, strict=False):
         _against_weight(axis, comparison, table, column, weights)
-        axis.set_title(name, fontsize=10)
+        axis.set_title("\n".join([name, *_best_words(comparison, column)]), fontsize=10)
     _draw_extensions(axes[3], comparison, table)
     figure.legend(handles=_legend(comparison), loc="outside lower center", ncols=6, frameon=False, handlelength=2.6)
+
+
+def _best_words(comparison: Comparison, column: str) -> list[str]:
+    """Where FedHDP is best in a column, and DP-FedAvg beside it."""
+    lines = [line for line in comparison.lines if line.key.part == "paper" and column in line.cells]
+    own = [line for line in lines if line.key.weight is not None]
+    if not own:
+        return []
+    best = max(own, key=lambda line: line.cells[column].mean)
+    pull = "" if best.key.pull is None else f", λ = {best.key.pull}"
+    words = [f"best at r = {best.key.weight:g}{pull}: {best.cells[column].mean:.1f}%"]
+    rivals = [line for line in lines if (line.key.algorithm, line.key.pull) == ("dp_fedavg", best.key.pull)]
+    return [", ".join([*words, *(f"DP-FedAvg {line.cells[column].mean:.1f}%" for line in rivals)])]
 
 
 def _pull_styles(comparison: Comparison) -> dict[float, tuple[str, str]]:
@@ -191,7 +206,9 @@ def _draw_extensions(axis: Axes, comparison: Comparison, table: PaperTable) -> N
     axis.annotate(f"paper's best {best:g}", (best, len(lines) - 0.4), (4, 0), **style)
     axis.set_ylim(-0.6, len(lines))
     axis.set(xlabel="accuracy, %")
-    axis.set_title("extensions: global model, server's test set", fontsize=10)
+    above = sum(line.cells["acc_g"].mean > best for line in lines)
+    title = "extensions: global model, server's test set\n{} of {} are above the paper's best"
+    axis.set_title(title.format(above, len(lines)), fontsize=10)
 
 
 def _draw_differences(axis: Axes, comparison: Comparison) -> None:
@@ -199,9 +216,12 @@ def _draw_differences(axis: Axes, comparison: Comparison) -> None:
     cells = [(line.key.row, line.cells["acc_g"]) for line in comparison.global_lines]
     axis.axvspan(-CLOSE, CLOSE, color=PUBLISHED, alpha=0.12, linewidth=0)
     axis.axvline(0, color=PUBLISHED, linewidth=1.2)
-    _draw_rows(axis, [(row, cell.difference, _half(cell)) for row, cell in cells if cell.difference is not None])
+    shown = [(row, cell.difference, _half(cell)) for row, cell in cells if cell.difference is not None]
+    _draw_rows(axis, shown)
     axis.set(xlabel="points above the paper")
-    axis.set_title("global model, server's test set: difference from the paper", fontsize=10)
+    close = sum(abs(difference) <= CLOSE for _, difference, _ in shown)
+    title = "global model, server's test set: difference from the paper\n{} of {} rows are within a point"
+    axis.set_title(title.format(close, len(shown)), fontsize=10)
 
 
 def _draw_rows(axis: Axes, rows: Sequence[tuple[str, float, float]]) -> None:
@@ -230,34 +250,51 @@ def _legend(comparison: Comparison) -> list[Line2D]:
 
 
 def _draw_levels(figure: Figure, comparison: Comparison) -> None:
-    """Draw several levels: each row's accuracy on the server and in every group, with both models."""
-    parts = list(dict.fromkeys(line.key.part for line in comparison.lines))
-    models = [
-        ("acc_g", "global model", comparison.global_lines),
-        ("acc_l", "personal models", comparison.personal_lines),
+    """Draw several levels: the global accuracy of each method, in a panel for each part."""
+    lines = [line for line in comparison.global_lines if "acc_g" in line.cells]
+    methods = list(dict.fromkeys(_method(line) for line in lines))
+    by_training = [
+        [part for part, (_, on_basis) in LEVEL_TABLES.items() if on_basis == basis] for basis in (False, True)
     ]
-    models = [model for model in models if model[2]]
-    axes = figure.subplots(len(models), len(parts), squeeze=False)
-    for row, (prefix, name, lines) in zip(axes, models, strict=True):
-        for axis, part in zip(row, parts, strict=True):
-            _draw_groups(axis, [line for line in lines if line.key.part == part], prefix)
-            axis.set_title(f"{part} levels, {name}", fontsize=10)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    present = {line.key.part for line in lines}
+    rows = [[part for part in parts if part in present] for parts in by_training]
+    rows = [parts for parts in rows if parts]
+    axes = figure.subplots(len(rows), max(map(len, rows)), squeeze=False, sharey=True)
+    for row, parts in zip(axes, rows, strict=True):
+        for axis in row[len(parts) :]:
+            axis.set_visible(False)
+        of_row = [line for line in lines if line.key.part in parts]
+        means = [line.cells["acc_g"].mean for line in of_row]
+        lowest, highest = max(min(means), max(means) - LEVELS_SPAN) - 0.5, max(means) + 0.7
+        for axis, part in zip(row, parts, strict=False):
+            of_part, (levels, on_basis) = [line for line in of_row if line.key.part == part], LEVEL_TABLES[part]
+            _draw_methods(axis, of_part, methods, lowest)
+            axis.set_xlim(lowest, highest)
+            with_noise = [line for line in of_part if line.key.algorithm != "non_private"]
+            best = max(with_noise or of_part, key=lambda line: line.cells["acc_g"].mean)
+            training = "64 cosines and momentum" if on_basis else "the paper's training"
+            axis.set_title(f"{levels} levels, {training}\nbest with noise: {_method(best)}")
+    axes[0, 0].set_yticks(range(len(methods)), methods[::-1], fontsize=8)
 
 
-def _draw_groups(axis: Axes, lines: list[Line], prefix: str) -> None:
-    columns = list(dict.fromkeys(c for line in lines for c in line.cells if c.startswith(prefix)))
-    names = {"acc_g": "server", "np": "opted out", "p": "private"}
-    for number, line in enumerate(lines):
-        points = [
-            (i + 0.1 * (number - len(lines) / 2), line.cells[c]) for i, c in enumerate(columns) if c in line.cells
-        ]
-        x, cells = zip(*points, strict=True)
-        name = line.key.row.partition(": ")[2] or line.key.row
-        style: dict[str, Any] = {"linestyle": "none", "marker": "os^Dv"[number % 5], "markersize": 6, "capsize": 3}
-        axis.errorbar(x, [c.mean for c in cells], yerr=[_half(c) for c in cells], label=name, **style)
-    labels = [names.get(column.removeprefix(f"{prefix}_"), column.removeprefix(f"{prefix}_")) for column in columns]
-    axis.set_xticks(range(len(columns)), labels)
-    axis.set(ylabel="accuracy, %")
+def _method(line: Line) -> str:
+    """The label of a row of several levels without its part."""
+    return line.key.row.partition(": ")[2] or line.key.row
+
+
+def _draw_methods(axis: Axes, lines: list[Line], methods: list[str], lowest: float) -> None:
+    """Draw a point with its interval for each method, and a line at FedHDP; what is below the lowest value as a number."""
+    for line in lines:
+        height, cell = len(methods) - 1 - methods.index(_method(line)), line.cells["acc_g"]
+        is_pfa = _method(line).startswith(PFA)
+        colour = OTHER_COLOURS[0] if is_pfa else COLOURS.get(line.key.algorithm, REFERENCE_COLOUR)
+        if cell.mean < lowest:
+            axis.annotate(f"◂ {cell.mean:.1f}", (lowest, height), color=colour, fontsize=8, va="center")
+            continue
+        marker = "D" if line.key.algorithm == "fedhdp" else "o"
+        axis.errorbar(cell.mean, height, xerr=_half(cell), color=colour, marker=marker, markersize=5, capsize=3)
+        if _method(line) == OURS:
+            axis.axvline(cell.mean, color=colour, linewidth=0.9, linestyle="--", zorder=1)
+    axis.set_ylim(-0.7, len(methods) - 0.3)
+    axis.set(xlabel="accuracy on the server's test set, %")
     axis.grid(color=GRID_COLOUR, linewidth=0.6)

@@ -94,7 +94,8 @@ def render_section(path: Path, table: Comparison | Causes) -> str:
     if isinstance(table, Causes):
         return "\n\n".join([title, _shell(table.command), render.markdown_table(causes_table(table)), findings])
     personal = render.personal_table(table)
-    texts = [render.global_table(table), render.rivals_table(table)]
+    several_levels = render.levels_table(table)
+    texts = [several_levels if several_levels.rows else render.global_table(table), render.rivals_table(table)]
     texts += [personal] if len(personal.rows) <= MAX_PERSONAL_ROWS else []
     texts.append(render.claims_table(table))
     blocks = [title, _commands(table), f"Data: {table.data}."]

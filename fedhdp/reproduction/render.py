@@ -89,31 +89,65 @@ def claims_table(comparison: Comparison) -> TextTable:
     return TextTable(["claim", "measured", "numbers", "in the paper's numbers"], rows, [None] * len(rows))
 
 
+def levels_table(comparison: Comparison) -> TextTable:
+    """The global accuracy of each method in each part of several levels."""
+    parts, methods = _parts_and_methods(comparison)
+    cells = {line.key.row: line.cells.get("acc_g") for line in comparison.global_lines}
+    rows = [[method, *(_format_cell(cells.get(f"{part}: {method}")) for part in parts)] for method in methods]
+    return TextTable(["accuracy of the global model, %", *parts], rows, [None] * len(rows))
+
+
 def rivals_table(comparison: Comparison) -> TextTable:
-    """How far each rival's global accuracy is above FedHDP's, seed by seed, and which of the two wins."""
-    rows, parts, labels = [], [], [line.key.row for line in comparison.global_lines]
-    for part in LEVEL_TABLES:
-        for label in rival_labels(part, labels) if f"{part}: {OURS}" in labels else ():
-            cell = difference_of_rows(comparison, [label, f"{part}: {OURS}"])
-            wins = cell.half is not None and abs(cell.mean) > cell.half
-            even = "one seed" if cell.half is None else "within the interval"
-            winner = ("the rival" if cell.mean > 0 else "FedHDP") if wins else even
-            rows.append([label, f"{cell.mean:+.2f}" + ("" if cell.half is None else f" ±{cell.half:.2f}"), winner])
-            parts.append(part)
-    return TextTable(["rival", f"above {OURS}", "wins"], rows, parts)
+    """How far each method is above FedHDP in each part, seed by seed; bold where a rival wins."""
+    parts, methods = _parts_and_methods(comparison)
+    rows = []
+    for method in methods:
+        cells = [_above_ours(comparison, part, method) for part in parts]
+        if method != OURS and any(cells):
+            texts = ["–" if cell is None else _format_gain(cell) for cell in cells]
+            won = [cell is not None and _wins(cell) for cell in cells]
+            is_rival = bool(rival_labels("", [f": {method}"]))
+            bold = [f"**{text}**" if is_rival and wins else text for text, wins in zip(texts, won, strict=True)]
+            rows.append([method, *bold])
+    return TextTable([f"points above {OURS}", *parts], rows, [None] * len(rows))
 
 
 def rivals_sentence(comparison: Comparison) -> str:
     """Which rivals win against FedHDP: those that are above it by more than half of the interval."""
-    rows = rivals_table(comparison).rows
-    if not rows:
+    parts, methods = _parts_and_methods(comparison)
+    rows = [(part, method) for part in parts for method in methods if rival_labels("", [f": {method}"])]
+    cells = {row: cell for row in rows if (cell := _above_ours(comparison, *row)) is not None}
+    if not cells:
         return "This table has no rows of rivals."
-    winners = [f"{label} ({difference})" for label, difference, winner in rows if winner == "the rival"]
+    if len(comparison.seeds) == 1:
+        return "One seed decides no winner."
+    winners = [f"{part}: {method} ({_format_gain(cell)})" for (part, method), cell in cells.items() if _wins(cell)]
     if not winners:
         return (
-            f"None of {len(rows)} rows of rivals is above FedHDP by more than half of the interval of the difference."
+            f"None of {len(cells)} rows of rivals is above FedHDP by more than half of the interval of the difference."
         )
-    return f"Rivals win in {len(winners)} of {len(rows)} rows: {'; '.join(winners)}."
+    return f"Rivals win in {len(winners)} of {len(cells)} rows: {'; '.join(winners)}."
+
+
+def _parts_and_methods(comparison: Comparison) -> tuple[list[str], list[str]]:
+    """The parts of several levels that the table has, and the methods in any of them."""
+    lines = [line for line in comparison.global_lines if line.key.part in LEVEL_TABLES]
+    parts = [part for part in LEVEL_TABLES if any(line.key.part == part for line in lines)]
+    return parts, list(dict.fromkeys(line.key.row.partition(": ")[2] for line in lines))
+
+
+def _above_ours(comparison: Comparison, part: str, method: str) -> Cell | None:
+    """How far a method is above FedHDP, seed by seed; None where a row is missing."""
+    labels, rows = {line.key.row for line in comparison.global_lines}, [f"{part}: {method}", f"{part}: {OURS}"]
+    return difference_of_rows(comparison, rows) if labels.issuperset(rows) else None
+
+
+def _wins(cell: Cell) -> bool:
+    return cell.half is not None and cell.mean > cell.half
+
+
+def _format_gain(cell: Cell) -> str:
+    return f"{cell.mean:+.2f}" + ("" if cell.half is None else f" ±{cell.half:.2f}")
 
 
 def _block(line: Line) -> str:

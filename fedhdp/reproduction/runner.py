@@ -21,6 +21,7 @@ from fedhdp.errors import RunError
 from fedhdp.experiments import runner
 from fedhdp.experiments.config import Experiment
 from fedhdp.experiments.toml import from_toml
+from fedhdp.reproduction.levels import PFA_FOLDER
 from fedhdp.reproduction.tables import Part
 from fedhdp.results import store
 
@@ -151,7 +152,11 @@ def run_part(part: Part, out: Path, watch: runner.Watch, command: str) -> None:
     if is_finished(out, part):
         return
     folder = out / part.folder
-    if is_started(out, part):
+    if PFA_FOLDER in part.name:
+        from fedhdp.reproduction import pfa
+
+        pfa.run(part.experiment, folder, watch)
+    elif is_started(out, part):
         runner.resume(folder, watch)
     else:
         runner.run(part.experiment, folder, watch)

@@ -122,7 +122,9 @@ def part_order(part: str) -> tuple[int, str]:
 def read_lines(run: FinishedRun) -> dict[LineKey, dict[str, float]]:
     """The numbers of a run by line and column; the global model of several pulls has the mean of their numbers."""
     measured = {name: ext for name, ext in EXTENSIONS.items() if (ext.measured_in or name) == run.part}
-    if run.part == "paper" or not measured or run.experiment.name.startswith("levels/"):
+    if run.experiment.name.startswith("levels/"):
+        measured = {run.part: Extension("", averaged=LEVEL_TABLES[run.part].on_basis)}
+    elif run.part == "paper" or not measured:
         measured = {run.part: Extension("")}
     lines: dict[LineKey, list[dict[str, float]]] = {}
     for name, extension in measured.items():

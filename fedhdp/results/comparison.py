@@ -130,9 +130,9 @@ def _text(value: object) -> str:
     return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def notes(runs: Sequence[RepeatedRun]) -> list[str]:
-    """The footnotes of all runs, and which variants and runs have no results yet."""
-    lines = list(dict.fromkeys(footnotes([variant.result for variant in _variants(runs)])))
+def notes(runs: Sequence[RepeatedRun], metric: str | None = None) -> list[str]:
+    """The footnotes of all runs, and which variants and runs have no results yet; the metric is that of the table."""
+    lines = list(dict.fromkeys(footnotes([variant.result for variant in _variants(runs)], metric)))
     for part in (part for run in runs for part in run.runs):
         if part.unfinished:
             lines.append(f"{part.path}: without results yet: {', '.join(part.unfinished)}")

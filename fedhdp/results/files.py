@@ -5,6 +5,7 @@ Every file is written under another name and then renamed, so that a crash leave
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import sys
@@ -24,6 +25,9 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+
+CHECKSUMS_FILE = "checksums.sha256"  # of a directory's other files
 
 
 class DamagedRunError(RunError):
@@ -101,6 +105,40 @@ def read_value(path: Path, kind: type) -> Any:
         return msgspec.json.decode(path.read_bytes(), type=kind, strict=False)
     except (OSError, msgspec.MsgspecError) as error:
         raise DamagedRunError(f"{path} is damaged: {error}") from error
+
+
+def write_checksums(directory: Path, names: Iterable[str]) -> None:
+    """Write the checksums of files of a directory, as ``sha256sum --check`` reads them.
+
+    Args:
+        directory: The directory.
+        names: The files, relative to it; those that do not exist are left out.
+    """
+    lines = [f"{_checksum(directory / name)}  {name}\n" for name in names if (directory / name).exists()]
+    atomic_write(directory / CHECKSUMS_FILE, "".join(lines).encode())
+
+
+def check_files(directory: Path) -> None:
+    """Compare files with their checksums, where a directory has any. A file that was removed is no damage.
+
+    Raises:
+        DamagedRunError: If a file is not as it was written.
+    """
+    path = directory / CHECKSUMS_FILE
+    changed = None
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        for checksum, name in (line.split("  ", 1) for line in lines):
+            if (directory / name).exists() and _checksum(directory / name) != checksum:
+                changed = directory / name
+    except (OSError, ValueError) as error:
+        raise DamagedRunError(f"{path} is damaged: {error}") from error
+    if changed is not None:
+        raise DamagedRunError(f"{changed} is damaged, or was changed after it was written")
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def lock_file(file: IO, wait: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""A run in one or two sentences: what FedHDP gains over DP-FedAvg, and for whom."""
+"""A run in a few sentences: what FedHDP gains over DP-FedAvg, and for whom."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def headline(variants: Sequence[Seeds]) -> list[str]:
         variants: Each variant with all its seeds.
 
     Returns:
-        One or two sentences; none where nothing was measured.
+        Sentences; none where nothing was measured.
     """
     info = variants[0][0].metrics[0]
     owner = _owner(variants, info)
@@ -58,19 +58,18 @@ def _owner(variants: Sequence[Seeds], info: MetricInfo) -> tuple[str, str] | Non
 
 
 def _for_whom(best: Seeds, rival: Seeds, info: MetricInfo) -> list[str]:
-    """What each group's clients have on their own data, with their personal models where there are some."""
-    parts = []
-    personal = any(group.value(info.name, "personal") is not None for group in best[0].groups)
-    model = "personal" if personal else "global"
-    for group in reversed(best[0].groups):
-        value, other = (mean_value(seeds, info.name, model, group.name) for seeds in (best, rival))
-        if value is not None and other is not None:
-            parts.append(f"{group.name} {_text(info, value)} ({_signed(info, value - other)})")
-    if not parts:
-        return []
-    with_models = "with their personal models" if personal else "with the global model"
-    than = f"in brackets the difference from {rival[0].name}"
-    return [f"On clients' own data {with_models}: {', '.join(parts)}; {than}."]
+    """What each group's clients have on their own data, with the global model and with personal ones."""
+    sentences: list[str] = []
+    for model, words in (("global", "the global model"), ("personal", "personal models")):
+        parts = []
+        for group in reversed(best[0].groups):
+            value, other = (mean_value(seeds, info.name, model, group.name) for seeds in (best, rival))
+            if value is not None and other is not None:
+                parts.append(f"{group.name} {_text(info, value)} ({_signed(info, value - other)})")
+        if parts:
+            than = "" if sentences else f"; in brackets the difference from {rival[0].name}"
+            sentences.append(f"On clients' own data with {words}: {', '.join(parts)}{than}.")
+    return sentences
 
 
 def _text(info: MetricInfo, value: float) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from statistics import stdev
 
 import numpy as np
@@ -46,6 +47,15 @@ def group_rows(
         named = zip(STATISTICS, statistics, strict=True)
         rows += [MetricRow(round, name, model, metric.name + s, float(v)) for s, v in named if not math.isnan(v)]
     return rows
+
+
+def tenths(value_K: np.ndarray, higher_is_better: bool = True) -> list[float]:
+    """The mean of each tenth of the clients, from the worst tenth to the best; none of fewer than ten clients."""
+    from_worst = np.sort(value_K)[:: 1 if higher_is_better else -1]
+    ends = [number * len(value_K) // 10 for number in range(11)]
+    if ends[1] == 0:
+        return []
+    return [float(from_worst[first:last].mean()) for first, last in pairwise(ends)]
 
 
 def evaluation_rows(

@@ -3,7 +3,7 @@
     DIR/experiment.toml           the experiment; `fedhdp run DIR/experiment.toml` runs it again
     DIR/run.json                  the run's id in the ledger, the sha256 of experiment.toml, fedhdp's version and commit
     DIR/clients.csv               each client's group
-    DIR/summary.json              the results; written last
+    DIR/summary.json              the results; written when all variants are finished
     DIR/VARIANT/history.csv       round, group, model, metric, value; appended to after each evaluation
     DIR/VARIANT/checkpoint.npz    the state from which the run resumes or is extended (see Experiment.keep_checkpoint)
     DIR/VARIANT/personal.bin      personal models that do not fit into memory; kept with the checkpoint
@@ -12,6 +12,7 @@
     DIR/VARIANT/personal_models.npy   every client's personal model, a row each (see Experiment.keep_personal)
     DIR/VARIANT/result.json       the variant's part of the summary
     DIR/report.html               the page of the run, or of the folder of several (`fedhdp report`)
+    DIR/checksums.sha256          of the files that do not change any more and have no checksums of their own
     DIR/start.npz, start.json     the global model that the run began with, and what it had cost (Experiment.start_from)
 
 A folder of several runs, of seeds or of a sweep, has:
@@ -35,20 +36,23 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from fedhdp.errors import RunError
+from fedhdp.results.files import CHECKSUMS_FILE
 from fedhdp.results.files import DamagedRunError as DamagedRunError
 from fedhdp.results.files import atomic_write as atomic_write
+from fedhdp.results.files import check_files as check_files
 from fedhdp.results.files import encode_json as encode_json
 from fedhdp.results.files import lock_file as lock_file
 from fedhdp.results.files import read_arrays as read_arrays
 from fedhdp.results.files import read_value as read_value
 from fedhdp.results.files import write_arrays as write_arrays
+from fedhdp.results.files import write_checksums as write_checksums
 from fedhdp.results.files import write_value as write_value
 from fedhdp.results.provenance import describe_machine, provenance, utc_now
 from fedhdp.results.schema import MetricRow, VariantResult
@@ -63,6 +67,7 @@ MODEL_FILE, SCORES_FILE, RESULT_FILE = "model.npz", "scores.npz", "result.json"
 PERSONAL_FILE = "personal_models.npy"
 BASIS_FILE = "basis.npy"  # the public basis of the model's inputs
 START_MODEL_FILE, START_FILE = "start.npz", "start.json"
+FIRST_FILES = (EXPERIMENT_FILE, RUN_FILE, CLIENTS_FILE, BASIS_FILE, START_FILE)  # written before the first round
 
 
 class Extension(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,6 +132,7 @@ class RunDirectory:
             if digest not in (info.experiment_sha256, info.previous_sha256):  # the latter after a crash in `extend`
                 hint = f"to run it as it is: fedhdp run {path / EXPERIMENT_FILE}"
                 raise DamagedRunError(f"{path / EXPERIMENT_FILE} was edited after the run was started; {hint}")
+            check_files(path)
             self.info, self.id = info, info.id
             self.extensions = info.extensions if digest == info.experiment_sha256 else info.extensions[:-1]
         except BlockingIOError as error:
@@ -176,6 +182,7 @@ class RunDirectory:
 
         A crash leaves the run as it was, without results, which are made again from the checkpoints, or as it will be.
         """
+        (self.path / CHECKSUMS_FILE).unlink(missing_ok=True)
         (self.path / SUMMARY_FILE).unlink(missing_ok=True)
         for result in self.path.glob(f"*/{RESULT_FILE}"):
             result.unlink()
@@ -194,7 +201,7 @@ class RunDirectory:
     def discard_if_empty(self) -> None:
         """Remove the directory unless it has results."""
         files = {file.name for file in self.path.rglob("*") if file.is_file()}
-        if files <= {LOCK_FILE, RUN_FILE, EXPERIMENT_FILE, CLIENTS_FILE, BASIS_FILE, START_MODEL_FILE, START_FILE}:
+        if files <= {*FIRST_FILES, START_MODEL_FILE, CHECKSUMS_FILE, LOCK_FILE}:
             shutil.rmtree(self.path)
 
     def record_clients(self, group_of_client: Mapping[str, str]) -> None:
@@ -211,6 +218,17 @@ class RunDirectory:
                 f"{path} has other clients or levels than the data: the data has changed", "clients", str(path)
             )
         atomic_write(path, content)
+
+    def write_checksums(self, running: Collection[str] = ()) -> None:
+        """Write the checksums of the run's files so far.
+
+        Args:
+            running: The names of variants whose files will change.
+        """
+        names = sorted(path.parent.name for path in self.path.glob(f"*/{RESULT_FILE}"))
+        finished = [name for name in names if name not in map(slug, running)]
+        of_variants = [f"{name}/{file}" for name in finished for file in (HISTORY_FILE, RESULT_FILE)]
+        write_checksums(self.path, [*FIRST_FILES, SUMMARY_FILE, *of_variants])
 
     def variant(self, name: str) -> VariantDirectory:
         """The directory of one variant."""
@@ -265,17 +283,14 @@ class VariantDirectory:
         path = self.path / HISTORY_FILE
         if not path.exists():
             return []
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         rows = []
-        for number, line in enumerate(csv.reader(lines[1:]), start=2):
-            try:
-                round, group, model, metric, value = line
-                row = MetricRow(int(round), group, model, metric, float(value))
-            except ValueError as error:
-                raise DamagedRunError(f"{path}, line {number} is damaged: {line}") from error
-            if until is None or row.round <= until:
-                rows.append(row)
-        return rows
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+            for round, group, model, metric, value in csv.reader(lines[1:]):
+                rows.append(MetricRow(int(round), group, model, metric, float(value)))
+        except (ValueError, csv.Error) as error:
+            raise DamagedRunError(f"{path} is damaged after line {len(rows) + 1}: {error}") from error
+        return rows if until is None else [row for row in rows if row.round <= until]
 
     def rewrite_history(self, rows: Iterable[MetricRow]) -> None:
         """Replace the history by these measurements."""
@@ -315,6 +330,12 @@ class VariantDirectory:
         if not keep_checkpoint:
             for name in (CHECKPOINT_FILE, PERSONAL_STORE_FILE):
                 (self.path / name).unlink(missing_ok=True)
+
+
+def history_checksum(rows: Iterable[MetricRow]) -> str:
+    """The sha256 of measurements, the same before they are written and after they are read."""
+    as_read = (row._replace(round=int(row.round), value=float(row.value)) for row in rows)
+    return hashlib.sha256(_csv_lines(as_read).encode()).hexdigest()
 
 
 def _csv_lines(rows: Iterable[MetricRow]) -> str:

@@ -5,6 +5,7 @@ A folder of several runs has a ``runs.json`` that lists them: one for each seed,
 
 from __future__ import annotations
 
+import csv
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
@@ -12,19 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from fedhdp.errors import RunError
 from fedhdp.results.schema import MetricRow, Summary, VariantResult
 from fedhdp.results.store import (
+    CLIENTS_FILE,
     EXPERIMENT_FILE,
     HISTORY_FILE,
     RESULT_FILE,
     RUN_FILE,
     RUNS_FILE,
+    SCORES_FILE,
     SUMMARY_FILE,
     DamagedRunError,
     RunInfo,
     VariantDirectory,
+    check_files,
+    read_arrays,
     read_value,
     slug,
 )
@@ -63,15 +69,37 @@ class StoredVariant:
         self.result, self.settings, self.stated, self._path = result, settings, stated, path
 
     def replace(self, result: VariantResult, history: list[MetricRow]) -> StoredVariant:
-        """The same variant with another result and history."""
+        """The same variant with another result and history, without the clients' scores."""
         other = StoredVariant(result, self.settings, self.stated, self._path)
         other.__dict__["history"] = history
+        other.__dict__["_scores"] = {}
         return other
 
     @cached_property
     def history(self) -> list[MetricRow]:
         """The measurements of all rounds."""
         return VariantDirectory(self._path).history()
+
+    def client_scores(self, group: str, model: str, metric: str) -> np.ndarray:
+        """The final values of a group's clients that have one; none where the run did not record them."""
+        value_K = self._scores.get(f"{model}/{metric}")
+        if value_K is None or len(value_K) != len(self._group_of_client):
+            return np.array([])
+        of_group_K = np.array([name == group for name in self._group_of_client])
+        return value_K[of_group_K & ~np.isnan(value_K)]
+
+    @cached_property
+    def _scores(self) -> dict[str, np.ndarray]:
+        path = self._path / SCORES_FILE
+        return read_arrays(path) if path.exists() else {}
+
+    @cached_property
+    def _group_of_client(self) -> list[str]:
+        path = self._path.parent / CLIENTS_FILE
+        if not path.exists():
+            return []
+        with path.open(encoding="utf-8", newline="") as file:
+            return [group for _, group in list(csv.reader(file))[1:]]
 
     @property
     def last(self) -> list[MetricRow]:
@@ -106,6 +134,7 @@ class StoredRun:
 
     def __init__(self, path: Path, under_way: Callable[[Path], list[VariantResult]] | None = None):
         self.path, self.missing = path, list[Path]()
+        check_files(path)
         self.raw = raw = _read_toml(path / EXPERIMENT_FILE)
         self.experiment = str(raw.get("name", path.name))
         self.seeds = {key: raw[key] for key in SEEDS if key in raw}

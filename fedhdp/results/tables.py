@@ -131,8 +131,13 @@ def legend(header: Cells, metric: MetricInfo, variances: bool = True, seeds: str
     return [", ".join([shown, *details]), "; ".join(parts)]
 
 
-def footnotes(variants: list[VariantResult]) -> list[str]:
-    """The assumptions of the epsilons, runs that stopped early, refused updates, and noise that is not private."""
+def footnotes(variants: list[VariantResult], metric: str | None = None) -> list[str]:
+    """The assumptions of the epsilons, runs that stopped early, refused updates, and noise that is not private.
+
+    Args:
+        variants: The variants of a table.
+        metric: The metric that it shows; None: each variant's first.
+    """
     lines: dict[str, list[str]] = {}
     for variant in variants:
         for note in variant.notes:
@@ -144,7 +149,7 @@ def footnotes(variants: list[VariantResult]) -> list[str]:
         if variant.algorithm == "dp_fedavg" and any(map(_has_less_epsilon, variant.groups)):
             line = "every group has the noise of the strictest, which the algorithm gives to all"
             lines.setdefault(line, []).append(variant.name)
-    notes = [*_clients_left_out(variants), *_epsilon_notes(variants)]
+    notes = [*_clients_left_out(variants, metric), *_epsilon_notes(variants)]
     notes += [f"{line} {_brackets(names)}" for line, names in lines.items()]
     if any(group.epsilon_target is not None for variant in variants for group in variant.groups):
         notes.insert(0, "ε: asked for → had")
@@ -184,12 +189,12 @@ def _epsilon_notes(variants: Sequence[VariantResult]) -> list[str]:
     return notes
 
 
-def _clients_left_out(variants: Sequence[VariantResult]) -> list[str]:
-    """How many clients the means of the first metric count, where these are not all; over variants and seeds."""
+def _clients_left_out(variants: Sequence[VariantResult], metric: str | None) -> list[str]:
+    """How many clients the means of a metric count, where these are not all; over variants and seeds."""
     counts: dict[tuple[str, str, int], list[float]] = {}
     for variant in variants:
         for group in variant.groups:
-            name = variant.metrics[0].name
+            name = metric or variant.metrics[0].name
             count = group.value(f"{name}_clients")
             if count is not None:
                 counts.setdefault((name, group.name, group.clients), []).append(count)
@@ -229,7 +234,11 @@ def format_table(
     cells = [header, ["─" * width for width in widths], *rows]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join(
-        [*legend(header, shown), *lines, *footnotes([variant for seed in (variants, *other_seeds) for variant in seed])]
+        [
+            *legend(header, shown),
+            *lines,
+            *footnotes([variant for seed in (variants, *other_seeds) for variant in seed], metric),
+        ]
     )
 
 

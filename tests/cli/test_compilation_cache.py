@@ -95,11 +95,15 @@ def test_folder_that_cannot_be_made_is_not_used(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="needs file modes")
 @pytest.mark.usefixtures("_variables")
-def test_folder_that_others_can_write_is_not_used(monkeypatch, tmp_path):
-    folder = tmp_path / _compilation_cache._machine()
-    folder.mkdir()
-    folder.chmod(0o777)  # whoever writes there could have their programs executed
-    monkeypatch.setenv("FEDHDP_COMPILATION_CACHE", str(tmp_path))
+@pytest.mark.parametrize("name", ["compiled", "."])
+def test_folder_that_others_can_write_or_replace_is_not_used(monkeypatch, tmp_path, name):
+    """Whoever writes there could have their programs executed."""
+    folder = tmp_path / "compiled"
+    folder.mkdir(mode=0o700)
+    assert _compilation_cache._is_own_folder(folder)
+    (tmp_path / name).chmod(0o777)
+    assert not _compilation_cache._is_own_folder(folder)
+    monkeypatch.setenv("FEDHDP_COMPILATION_CACHE", str(folder))
     use_compilation_cache()
 
 

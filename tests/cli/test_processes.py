@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from experiment_helpers import FEDHDP, keep_going, process, tiny
+from experiment_helpers import FEDHDP, process, tiny
 from msgspec.structs import replace
 
 from fedhdp.cli._processes import Place, find_places, visible_gpus
 from fedhdp.errors import ConfigError
-from fedhdp.experiments import Experiment, run, to_toml
+from fedhdp.experiments import Experiment, to_toml
 from fedhdp.privacy.ledger import Budget, Ledger
 from fedhdp.results import Summary, read_arrays, read_value
 from fedhdp.results.store import VariantDirectory
@@ -69,7 +69,7 @@ def assert_close(first: Path, second: Path) -> None:
 def alone(tmp_path_factory) -> Path:
     """The run of one process."""
     directory = tmp_path_factory.mktemp("alone") / "run"
-    run(short(), directory, keep_going)
+    finish((["run", written(short(), directory.parent / "tiny.toml"), "--out", directory], {}))
     return directory
 
 
@@ -119,7 +119,7 @@ def test_ledger_is_charged_once_and_drops_a_group_in_all_processes(tmp_path):
     assert opted_out.rounds == 12
     assert 0 < private.rounds < 12
     with Ledger(ledger, read_only=True) as opened:
-        assert sum(cost.rounds for cost in opened.costs("private")) == private.rounds
+        assert sum(cost.rounds for cost in opened.costs("private") if cost.sampling_rate > 0) == private.rounds
 
 
 @pytest.mark.process
@@ -176,6 +176,8 @@ def test_places():
     assert find_places(4, "node1:7000", 3, {}) == [Place(4, 3, "node1:7000")]
     assert find_places(None, None, None, SLURM) == [Place(2, 1, None)]
     assert find_places(None, None, None, SLURM | {"SLURM_NTASKS": "1"}) == []
+    assert find_places(None, None, None, SLURM | {"SLURM_STEP_NUM_TASKS": "1"}) == []  # an interactive shell
+    assert find_places(1, None, None, SLURM) == []
     batch_script = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
     assert find_places(None, None, None, batch_script) == []
 

@@ -36,15 +36,15 @@ def test_rounds_are_lines_outside_of_a_terminal(impatient):
     display = ProgressDisplay(console_of(terminal=False))
     assert display.watch(Progress(("FedHDP",), (1,), 2, 0, 3))
     assert display.watch(Progress(("FedHDP",), (1,), 2, 3, 3, (0.5,)))
-    assert display.console.file.getvalue() == "[1/2] FedHDP: round 3/3, accuracy 50.0%\n"
+    assert display.console.file.getvalue() == "[1/2] round 3/3: FedHDP 50.0% accuracy\n"
 
 
 @pytest.mark.parametrize(
     ("names", "numbers", "words"),
     [
-        (("DP-FedAvg", "FedHDP"), (1, 2), "[1–2/9] DP-FedAvg, FedHDP: round 3/3, accuracy 10.0%, 11.0%"),
-        (("DP-FedAvg", "FedHDP"), (1, 3), "[1, 3/9] DP-FedAvg, FedHDP: round 3/3, accuracy 10.0%, 11.0%"),
-        (tuple("ABCDE"), (1, 2, 3, 4, 5), "[1–5/9] 5 variants, A to E: round 3/3, accuracy 10.0–14.0%"),
+        (("DP-FedAvg", "FedHDP"), (1, 2), "[1–2/9] round 3/3: DP-FedAvg 10.0%, FedHDP 11.0% accuracy"),
+        (("DP-FedAvg", "FedHDP"), (1, 3), "[1, 3/9] round 3/3: DP-FedAvg 10.0%, FedHDP 11.0% accuracy"),
+        (tuple("ABCDEFG"), tuple(range(1, 8)), "[1–7/9] round 3/3: 7 variants, A to G, the best G 16.0% accuracy"),
     ],
 )
 def test_variants_that_run_now_are_named(impatient, names, numbers, words):
@@ -61,8 +61,17 @@ def test_rounds_are_bars_in_a_terminal(impatient, width):
         display.watch(Progress(("FedHDP",), (1,), 1, 1, 3))
         display.watch(Progress(("FedHDP",), (1,), 1, 3, 3, (0.5,)))
     printed = display.console.file.getvalue()
-    assert "FedHDP" in printed
-    assert ("accuracy 50.0%" in printed) == (width > 40)
+    assert "FedHDP 50.0% accuracy" in printed
+
+
+def test_bar_of_the_preparation_becomes_the_first_variants_bar():
+    with ProgressDisplay(console_of(terminal=True)) as display:
+        display.watch(Progress(("DP-FedAvg",), (1,), 2, 0, 3))
+        display.watch(Progress(("DP-FedAvg", "FedHDP"), (1, 2), 2, 0, 3))
+        display.watch(Progress(("DP-FedAvg", "FedHDP"), (1, 2), 2, 3, 3, (0.1, 0.5)))
+    last = display.console.file.getvalue().rpartition("variant")[2]
+    assert "s 1–2/2" in last
+    assert "DP-FedAvg 10.0%, FedHDP 50.0% accuracy" in last
 
 
 def test_ctrl_c_asks_the_run_to_stop():

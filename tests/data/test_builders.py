@@ -186,6 +186,11 @@ def test_huggingface_dataset():
     assert len(data.server_x_N) == 30
     tokens = datasets.Dataset.from_dict({"tokens": [[1, 2]] * 30, "label": Y.tolist(), "writer": CLIENT.tolist()})
     assert FederatedData.from_huggingface(tokens, "writer", "label").train.x_N.dtype.kind == "i"
+    for wrong in (datasets.DatasetDict(train=dataset), dataset.to_iterable_dataset(), dataset[:3]):
+        with raises_field("dataset", DataError):
+            FederatedData.from_huggingface(wrong, "writer", "label")
+        with raises_field("dataset", DataError):
+            FederatedData.from_huggingface(dataset, "writer", "label", test=wrong)
     ragged = datasets.Dataset.from_dict({"tokens": [[1, 2], [1]], "label": [0, 1], "writer": ["a", "b"]})
     with raises_field("tokens", DataError):
         FederatedData.from_huggingface(ragged, "writer", "label")

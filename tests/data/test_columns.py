@@ -132,6 +132,11 @@ def test_missing_values_are_filled_by_given_ones():
     ("frame", "options", "field", "value"),
     [
         (TABLE, {"client": "clinik"}, "client", "clinik"),
+        (TABLE, {"client": CLINIC}, "client", "ndarray"),
+        (TABLE, {"label": "clinic"}, "label", "clinic"),
+        (TABLE, {"label": "privacy"}, "label", "privacy"),
+        (TABLE, {"features": ["age", "age"], "categories": {}}, "features", "age"),
+        (with_cell("age", 7, 1e300), {}, "age", 1e300),
         (TABLE, {"label": "ill"}, "label", "ill"),
         (TABLE, {"level": "privat"}, "level", "privat"),
         (TABLE, {"features": ["height"], "categories": {}}, "features", "height"),

@@ -36,6 +36,7 @@ def test_levels_by_id():
         ({"open": ["ann", "zoe"], "strict": ["bob", "cy", "dee"]}, "zoe"),
         ({"open": ["ann", "bob"], "strict": ["bob", "cy", "dee"]}, "bob"),
         ({"open": ["ann", "bob"], "strict": ["cy", "dee"]}, "5"),
+        ({"ann": "open", "bob": "open"}, "ann"),  # the mapping of `from_arrays`, from clients to levels
     ],
 )
 def test_wrong_levels_are_refused(levels, word):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from helpers import raises_field
 from fedhdp.datasets import load_arrays
 from fedhdp.datasets.importers.files import import_files
 from fedhdp.datasets.importers.idx import read_idx
-from fedhdp.errors import DataError
+from fedhdp.errors import DataError, InvalidValueError
 
 IDX = idx_bytes(np.arange(100, dtype=np.uint8).reshape(4, 5, 5))
 
@@ -44,6 +45,20 @@ def test_damaged_idx_is_refused(tmp_path, content):
     with raises_field("file", DataError) as error:
         read_idx(path)
     assert error.value.value == path
+
+
+def test_a_file_is_unpacked_no_further_than_it_declares(tmp_path):
+    """A gzip file of a kilobyte may unpack to a megabyte, or to a terabyte."""
+    path = tmp_path / "some-idx"
+    path.write_bytes(gzip.compress(IDX + bytes(100 * 2**20)))
+    tracemalloc.start()
+    with raises_field("file", DataError):
+        read_idx(path)
+    assert tracemalloc.get_traced_memory()[1] < 10 * 2**20
+    tracemalloc.stop()
+    path.write_bytes(gzip.compress(IDX[:4] + b"\xff" * 12))
+    with raises_field(str(path), InvalidValueError):
+        read_idx(path)
 
 
 def test_mnist_is_identified_by_content(tmp_path, monkeypatch):

@@ -84,7 +84,7 @@ def test_norm_covers_rounding_where_examples_cancel():
         low_rank = LowRank(network_of(model, 60), theta_R, np.zeros(0, int), x_M[None])
         trained_CR = {
             "A": jnp.asarray(A_MH - A_MH.mean(0))[None, None],
-            "rest": jax.tree.leaves(take(theta_R["rest"], None)),
+            "rest": [leaf_R[None] for leaf_R in low_rank.rest_R],
         }
         updates = low_rank.delta(trained_CR)
         written_out = low_rank.weighted_sum(jnp.ones(1), take(updates.update_CR, (slice(None), 0)))

@@ -164,7 +164,9 @@ def test_constant_projection_is_computed_once():
     (rows,) = split.rows(x_M)  # with all parameters as well
     np.testing.assert_allclose(rows, x_M @ BASIS, rtol=1e-5)
     theta = network.model.init(jax.random.key(0))
-    step = str(jax.make_jaxpr(lambda theta: split.apply(theta, [rows[:3]], 3, jax.random.key(0)))(theta))
+    step = str(
+        jax.make_jaxpr(lambda theta: split.apply(theta, [rows[:3]], 3, jax.random.key(0)))(split.transpose(theta))
+    )
     assert step.count("dot_general") == 2
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fedhdp.client import LocalTraining
 from fedhdp.engine import patches, rewrite
+from fedhdp.engine.explain import explain
 from fedhdp.engine.network import Network
 from fedhdp.models import Model, cnn
 
@@ -54,36 +55,45 @@ class Stack:
         self.layout, self.channels, self.stages = layout, channels, stages
         self.shape = (*size, channels) if layout == "NHWC" else (channels, *size)
 
+    def groups(self, stage: dict, inputs: int) -> tuple[int, int]:
+        """How many groups a convolution has, one for each input or a single one, and its outputs."""
+        return (inputs, inputs * (1 + stage["outputs"] % 2)) if stage["grouped"] else (1, stage["outputs"])
+
     def model(self) -> Model:
         def init(key: jax.Array) -> Any:
             keys = jax.random.split(key, 2 * len(self.stages) + 1)
             layers, inputs = [], self.channels
             for stage, w_key, b_key in zip(self.stages, keys[1::2], keys[2::2], strict=True):
-                sizes = {"H": stage["kernel"][0], "W": stage["kernel"][1], "I": inputs, "O": stage["outputs"]}
+                groups, outputs = self.groups(stage, inputs)
+                sizes = {"H": stage["kernel"][0], "W": stage["kernel"][1], "I": inputs // groups, "O": outputs}
                 w = jax.random.normal(w_key, [sizes[axis] for axis in NUMBERS[self.layout][1]]) / 3
-                layers.append({"w": w, "b": jax.random.normal(b_key, (stage["outputs"],))})
-                inputs = stage["outputs"]
+                layers.append({"w": w, "b": jax.random.normal(b_key, (outputs,))})
+                inputs = outputs
             flat = jax.eval_shape(self.convolutions, layers, jax.ShapeDtypeStruct((1, *self.shape), jnp.float32)).size
-            return {"layers": layers, "w": jax.random.normal(keys[0], (flat, 3)) / flat**0.5}
+            return {"layers": layers, "w": jax.random.normal(keys[0], (flat, 3)) / max(flat, 1) ** 0.5}
 
         def apply(parameters: Any, x_N: jax.Array, key: jax.Array | None) -> jax.Array:
-            image = self.convolutions(parameters["layers"], x_N)
+            image = self.convolutions(parameters["layers"], x_N, key)
             return image.reshape(len(image), -1) @ parameters["w"]
 
         return Model(init, apply)
 
-    def convolutions(self, layers: Any, image: jax.Array) -> jax.Array:
+    def convolutions(self, layers: Any, image: jax.Array, key: jax.Array | None = None) -> jax.Array:
         images, weights, out = NUMBERS[self.layout]
         for layer, stage in zip(layers, self.stages, strict=True):
-            settings = {"rhs_dilation": stage["dilation"], "dimension_numbers": (images, weights, out)}
+            settings = {"lhs_dilation": stage["image_dilation"], "rhs_dilation": stage["dilation"]}
+            settings |= {"feature_group_count": self.groups(stage, image.shape[images.index("C")])[0]}
+            settings |= {"dimension_numbers": (images, weights, out)}
             image = jax.lax.conv_general_dilated(image, layer["w"], stage["strides"], stage["padding"], **settings)
             bias = layer["b"].reshape([-1 if axis == "C" else 1 for axis in out])
-            for step in stage["after"]:
-                image = self.step(step, image, bias, out)
+            for number, step in enumerate(stage["after"]):
+                image = self.step(step, image, bias, out, None if key is None else jax.random.fold_in(key, number))
             image = jnp.transpose(image, [out.index(axis) for axis in images])
         return image
 
-    def step(self, name: str, image: jax.Array, bias: jax.Array, layout: str) -> jax.Array:
+    def step(self, name: str, image: jax.Array, bias: jax.Array, layout: str, key: jax.Array | None) -> jax.Array:
+        if name == "dropout":
+            return image if key is None else jnp.where(jax.random.bernoulli(key, 0.7, image.shape), image / 0.7, 0.0)
         if name in ("bias", "relu", "tanh"):
             return {"bias": lambda: image + bias, "relu": lambda: jax.nn.relu(image), "tanh": lambda: jnp.tanh(image)}[
                 name
@@ -101,20 +111,21 @@ class Stack:
 def stages(draw: st.DrawFn) -> dict:
     pair = st.tuples(st.integers(1, 2), st.integers(1, 2))
     kernel = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
-    padding = draw(st.sampled_from(["SAME", ((2, 2), (2, 2)), ((2, 1), (1, 3))]))
-    steps = ["bias", "relu", "tanh", "max", "overlapping", "mean"]
+    padding = draw(st.sampled_from([((2, 2), (2, 2)), ((2, 1), (1, 3)), ((-1, 3), (2, -1))]))
+    steps = ["bias", "relu", "tanh", "max", "overlapping", "mean", "dropout"]
     usual = st.sampled_from(
         [["bias", "relu", "max"], ["bias", "max", "relu"], ["max", "bias", "relu"], ["relu", "max"]]
     )
     after = draw(usual | st.lists(st.sampled_from(steps), max_size=4))
-    plain = draw(st.booleans())
-    strides, dilation = ((1, 1), (1, 1)) if plain else (draw(pair), draw(pair))
-    settings = {"kernel": kernel, "padding": padding, "strides": strides, "dilation": dilation, "after": after}
-    return settings | {"outputs": draw(st.integers(1, 4))}
+    stage = {"strides": (1, 1), "image_dilation": (1, 1), "dilation": (1, 1), "padding": "SAME", "grouped": False}
+    if not draw(st.booleans()):
+        stage |= {"strides": draw(pair), "image_dilation": draw(pair), "dilation": draw(pair), "padding": padding}
+        stage |= {"grouped": draw(st.booleans())}
+    return stage | {"kernel": kernel, "after": after, "outputs": draw(st.integers(1, 4))}
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_random_networks_are_the_same(data):
     size, channels = data.draw(st.tuples(st.integers(6, 9), st.integers(6, 9))), data.draw(st.integers(1, 3))
@@ -124,8 +135,9 @@ def test_random_networks_are_the_same(data):
 
 
 def convolution(layout: str, *after: str) -> tuple[Model, tuple[int, ...]]:
-    stage = {"kernel": (3, 3), "padding": "SAME", "strides": (1, 1), "dilation": (1, 1), "outputs": 3}
-    stack = Stack(layout, 2, (8, 6), [stage | {"after": after}])
+    stage = {"kernel": (3, 3), "padding": "SAME", "outputs": 3, "grouped": False, "after": after}
+    stage |= dict.fromkeys(("strides", "image_dilation", "dilation"), (1, 1))
+    stack = Stack(layout, 2, (8, 6), [stage])
     return stack.model(), stack.shape
 
 
@@ -134,11 +146,11 @@ def convolution(layout: str, *after: str) -> tuple[Model, tuple[int, ...]]:
 def test_convolution_and_pooling_are_one_product(monkeypatch, layout, after):
     calls: list = []
     monkeypatch.setattr(rewrite, "convolve_and_pool", lambda *a: (calls.append(1), patches.convolve_and_pool(*a))[1])
-    kernel = lambda x, w, b, *a: (calls.append(2), jax.nn.relu(patches.convolve_and_pool(x, w, *a) + b))[1]  # noqa: E731
+    kernel = lambda x, w, b, *a: (calls.append(2), patches.convolve_and_pool(x, w, *a, b, True))[1]  # noqa: E731
     monkeypatch.setattr(rewrite.kernels, "conv_relu_pool", kernel)
     network = assert_same(*convolution(layout, *after))
     assert set(calls) == ({2} if "bias" in after else {1})
-    assert network.traced(3, False).used == (1, 1)
+    assert network.traced(3, False).used == (1, 1, ())
 
 
 def primitives(function: Callable, *arguments: Any) -> str:
@@ -163,7 +175,29 @@ def test_what_is_not_recognized_stays():
         return jax.checkpoint(jnp.sin)(jax.nn.gelu(image)).sum(axis=(1, 2))
 
     model = Model(lambda key: {"w": jax.random.normal(key, (3, 3, 1, 4))}, apply)
-    assert assert_same(model, (6, 6, 2)).traced(3, False).used == (0, 0)
+    used = assert_same(model, (6, 6, 2)).traced(3, False).used
+    assert used == (0, 0, ("convolution (groups)", "pooling (padding)"))
+
+
+def test_network_with_side_effects_runs_as_it_is():
+    """Evaluation of what an output needs would leave out what is printed."""
+    seen: list = []
+
+    def apply(parameters: Any, x_N: jax.Array, key: Any) -> jax.Array:
+        out = jnp.tanh(x_N @ parameters["w"])
+        jax.debug.callback(lambda norm: seen.append(float(norm)), jnp.sum(out))
+        return out
+
+    network = network_of(Model(lambda key: {"w": jax.random.normal(key, (6, 4))}, apply), (6,))
+    split, theta = network.split(8), network.model.init(jax.random.key(0))
+    assert not split.is_split
+    assert split.first_layer is None
+    x_M = jnp.ones((8, 6))
+    outputs = jax.jit(lambda theta: split.apply(theta, split.rows(x_M), 8, jax.random.key(0)))(theta)
+    np.testing.assert_allclose(outputs, jnp.tanh(x_M @ theta["w"]), rtol=1e-6)
+    jax.effects_barrier()
+    assert seen == [pytest.approx(float(outputs.sum()), rel=1e-5)]
+    assert "side effects" in explain(network, 8)
 
 
 def test_dropout_is_that_of_the_same_key():

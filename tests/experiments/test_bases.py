@@ -19,7 +19,8 @@ from fedhdp.experiments.runner import run_or_resume
 from fedhdp.experiments.sweep import expand
 from fedhdp.experiments.toml import to_toml
 from fedhdp.experiments.weights import count_parameters
-from fedhdp.results import load_model
+from fedhdp.results import DamagedRunError, load_model
+from fedhdp.results.files import write_checksums
 
 
 def on_basis(basis: object, **changes: object) -> Experiment:
@@ -52,6 +53,9 @@ def test_a_resumed_run_has_the_matrix_that_it_began_with(tmp_path):
         run(on_basis(PcaBasis(9)), tmp_path / "run", stop_after(2))
     stored = np.load(tmp_path / "run" / "basis.npy")
     np.save(tmp_path / "run" / "basis.npy", 2 * stored)  # as another machine's rounding would change it
+    with pytest.raises(DamagedRunError):
+        resume(tmp_path / "run", keep_going)
+    write_checksums(tmp_path / "run", ["basis.npy"])
     summary = resume(tmp_path / "run", keep_going)
     assert f"sha256 {fingerprint(2 * stored)[:12]}" in summary.variants[0].preparation
 

@@ -26,6 +26,7 @@ from fedhdp.results.store import slug
 from fedhdp.server import ServerOptimizer
 
 SCHEDULE = {"schedule": "exponential_decay", "init_value": 0.1, "transition_steps": 50, "decay_rate": 0.9}
+BY_RATES = ("idp_sample", "time_adaptive")  # whose rates keep epsilons, for Poisson sampling alone
 ADAM = {"name": "adam", "learning_rate": SCHEDULE, "b1": 0.5}
 BAD = {  # what is wrong: the text, its replacement, and the field and value of the error
     "unknown key": ("seed = 1", "sede = 1", "sede", 1),
@@ -247,18 +248,19 @@ def experiments(draw) -> Experiment:
             ]
         )
     )
+    algorithms = [draw(st.sampled_from(list(ALGORITHMS))) for _ in range(draw(st.integers(1, 3)))]
     variants = tuple(
         Variant(
             name=f"variant {number}",
-            algorithm=draw(st.sampled_from(list(ALGORITHMS))),
+            algorithm=algorithm,
             weights=draw(st.dictionaries(st.sampled_from(names), shares)),
             pulls=draw(st.dictionaries(st.sampled_from(names), shares)),
             noise=draw(st.sampled_from([None, "shared", "per_group"])),
-            sampling=draw(st.sampled_from([None, "poisson", "fixed"])),
+            sampling=draw(st.sampled_from([None, "poisson"] if algorithm in BY_RATES else [None, "poisson", "fixed"])),
             training=draw(st.sampled_from([{}, {"epochs": 3, "learning_rate": 0.25}, {"optimizer": ADAM}])),
             server=draw(st.sampled_from([{}, {"average": 0.25}, {"optimizer": ADAM}])),
         )
-        for number in range(draw(st.integers(1, 3)))
+        for number, algorithm in enumerate(algorithms)
     )
     ledger = draw(st.none() | words)
     return Experiment(

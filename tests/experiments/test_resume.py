@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from fedhdp.errors import RunError
 from fedhdp.experiments import Experiment, Interrupted, Progress, Watch, resume, run, run_or_resume, to_toml
 from fedhdp.privacy import accounting
 from fedhdp.results import DamagedRunError, RunDirectory, Summary, read_arrays, read_value
+from fedhdp.results.stored import read_runs
 from fedhdp.theory.pricing import RoughPricing
 
 
@@ -136,6 +138,52 @@ def test_damaged_file_is_refused_and_nothing_lost(name, tmp_path):
     assert name in str(error.value)
     assert "\n" not in str(error.value)
     assert files_of(directory) == before
+
+
+def digit_changed(path: Path, place: int) -> None:
+    """Change a digit after this place, so that the file can still be read."""
+    content = bytearray(path.read_bytes())
+    place = next(place for place in range(place, len(content)) if content[place : place + 1].isdigit())
+    content[place] = ord("0") + (content[place] - ord("0") + 1) % 10
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("name", ["dp-fedavg/history.csv", "fedhdp/history.csv", "clients.csv"])
+def test_a_wrong_number_is_not_resumed_from(name, tmp_path):
+    directory = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        run(tiny(), directory, until(6))
+    content = (directory / name).read_bytes()
+    digit_changed(directory / name, len(content) // 2)
+    with pytest.raises(DamagedRunError) as error:
+        resume(directory, keep_going)
+    assert name in str(error.value)
+    (directory / name).write_bytes(content)
+    resume(directory, keep_going)
+
+
+FINISHED = ["summary.json", "run.json", "clients.csv", "experiment.toml", "fedhdp/history.csv", "fedhdp/result.json"]
+
+
+@pytest.mark.parametrize("name", FINISHED)
+def test_a_wrong_number_is_not_shown(name, finished_run, tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(finished_run, directory)
+    read_runs([directory])
+    digit_changed(directory / name, 40)
+    for read in (lambda: read_runs([directory]), lambda: resume(directory, keep_going)):
+        with pytest.raises(DamagedRunError) as error:
+            read()
+        assert name in str(error.value)
+
+
+def test_removed_files_are_no_damage(finished_run, tmp_path):
+    """What may not be published is removed before a run is shared."""
+    directory = tmp_path / "run"
+    shutil.copytree(finished_run, directory)
+    (directory / "clients.csv").unlink()
+    (directory / "fedhdp" / "history.csv").unlink()
+    read_runs([directory])
 
 
 def test_personal_models_on_disk_are_deleted_at_the_end(finished_run, tmp_path, monkeypatch):

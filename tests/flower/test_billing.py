@@ -82,7 +82,7 @@ def test_budgets_are_only_lowered(tmp_path):
         deployment = make_deployment(tmp_path, budgets={"mid": Budget(*budget)})
         with open_ledger(deployment.ledger, read_only=False) as ledger:
             ledger.register("a client", "mid")
-            start_billing(deployment, ledger, "run").admit({"a client": "mid"})
+            start_billing(deployment, ledger, "run", 9).admit({"a client": "mid"})
             recorded.append(astuple(ledger.budget("mid")))
     assert recorded == [(5.0, 1e-4)] * 3 + [(5.0, 1e-6), (3.0, 1e-6), (3.0, 1e-6)]
 
@@ -125,8 +125,8 @@ def test_group_with_an_exhausted_budget_is_dropped(tmp_path):
 
 def test_noise_for_a_dropped_group_is_not_added(tmp_path):
     levels = {
-        "mid": PrivacyLevel(sampling_rate=1.0, noise_multiplier=0.7),
-        "strict": PrivacyLevel(sampling_rate=1.0, noise_multiplier=5.0),
+        "mid": PrivacyLevel(sampling_rate=1.0, noise_multiplier=0.7, weight=1.0),
+        "strict": PrivacyLevel(sampling_rate=1.0, noise_multiplier=5.0, weight=1.0),
     }
     two_rounds = Budget(compose([PrivacyCost(5.0, 1.0, "poisson", 2)], 1e-4) * 1.001, 1e-4)
     fields = {"budgets": {"strict": two_rounds}, "on_budget_exhausted": "drop_group", "clip": 1.0, "rounds": 4}
@@ -156,3 +156,19 @@ def test_mechanisms_before_and_after_a_late_client_are_composed(tmp_path):
     with open_ledger(deployment.ledger) as ledger:
         assert [(run.charged, run.mechanism.clients) for run in ledger.runs()] == [(2, 7), (2, 8)]
     assert variant.groups[2].epsilon == pytest.approx(compose(ledger_costs(deployment, "strict"), 1e-4))
+
+
+def test_theory_weights_follow_the_clients_who_have_enrolled(tmp_path):
+    levels = {name: replace(level, weight=None) for name, level in ALWAYS_SAMPLED.items()}
+    deployment, grid = make_deployment(tmp_path, levels=levels, rounds=4, **PRIVATE), make_grid()
+    late = grid.nodes.pop(107)
+    grid.on_push = before_round(1, lambda: grid.nodes.update({107: late}))
+    (variant,) = run_plain(grid, deployment).variants
+    counts, parameters = [{"open": 2, "mid": 3, "strict": number} for number in (2, 3)], 9
+    expected = [deployment.mechanism(clients, parameters) for clients in counts]
+    with open_ledger(deployment.ledger) as ledger:
+        assert [run.mechanism for run in ledger.runs()] == expected
+    weights = [group.weight for group in variant.groups]
+    assert weights == [group.weight for group in expected[1].groups]
+    assert weights[0] == 1 > weights[2] > 0
+    assert weights != [group.weight for group in expected[0].groups]

@@ -34,6 +34,7 @@ from fedhdp.optimizers import OptimizerConfig
 from fedhdp.privacy.calibration import PrivacyLevel
 from fedhdp.results.schema import Summary
 from fedhdp.results.store import VariantDirectory, read_value
+from fedhdp.theory import with_optimal_weights
 
 RUN_CONFIG = {
     "out": "runs/one",
@@ -63,10 +64,15 @@ def test_run_config_is_read_from_dotted_keys():
     assert deployment.strictest_level == "strict"
 
 
-def test_a_weight_that_is_not_stated_is_one():
+def test_a_weight_that_is_not_stated_is_the_theorys():
     deployment = Deployment.from_run_config(RUN_CONFIG | {"levels.opted out.weight": 0.5})
-    mechanism = deployment.mechanism({"opted out": 3, "strict": 5})
-    assert [group.weight for group in mechanism.groups] == [0.5, 1.0]
+    stated = {"levels.opted out.weight": 0.5, "levels.strict.weight": 0.25}
+    for clients in ({"opted out": 3, "strict": 5}, {"opted out": 3, "strict": 500}):
+        mechanism = deployment.mechanism(clients, parameters=1000)
+        assert mechanism == with_optimal_weights(deployment.mechanism(clients), 5, 1000, ["strict"])
+        assert mechanism.groups[0].weight == 0.5
+        all_stated = Deployment.from_run_config(RUN_CONFIG | stated)
+        assert all_stated.mechanism(clients, parameters=1000) == all_stated.mechanism(clients)
 
 
 def test_optimizers_are_read_from_dotted_keys():

@@ -69,7 +69,7 @@ def test_deployment_equals_simulation(tmp_path, training, clip, arithmetic):
         "arithmetic": arithmetic,
     }
     deployment = make_deployment(tmp_path, training=training, **changes)
-    mechanism = deployment.mechanism({"open": 2, "mid": 3, "strict": 3})
+    mechanism = deployment.mechanism({"open": 2, "mid": 3, "strict": 3}, parameters=83)
 
     (variant,) = run_jax(make_grid(app=client_app(partial(jax_trainer_of, training=training))), deployment).variants
     data = DATA.with_levels(group_by_group(mechanism))
@@ -136,7 +136,7 @@ def test_strategy_runs_in_flowers_own_loop(tmp_path):
     with open_ledger(deployment.ledger, read_only=False) as ledger:
         registry = Registry(deployment, ledger, "run")
         registry.wait_for_clients(grid)
-        billing = start_billing(deployment, ledger, "run")
+        billing = start_billing(deployment, ledger, "run", 9)
         strategy = FedHDP(deployment, registry, billing, "run", PLAIN_MODEL)
         strategy.admit(grid)
         result = strategy.start(grid, to_record(PLAIN_MODEL), num_rounds=3)

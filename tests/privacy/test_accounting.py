@@ -38,8 +38,11 @@ def test_the_papers_settings(rate, noise, rdp, pld):
     assert epsilon(one_group(noise, rate), 500, 1e-4)["private"] == gaussian_epsilon(noise, rate, 500, 1e-4)
 
 
-def test_fixed_cohorts_are_without_replacement_and_replace_one():
+def test_poisson_is_not_assumed_while_sampling_fixed_cohorts():
+    """Such cohorts are drawn without replacement, and neighbours differ by the replacement of one client."""
     assert gaussian_epsilon(1.5, 0.05, 500, 1e-4, sampling="fixed") == pytest.approx(8.03, abs=5e-3)
+    fixed, poisson = (epsilon(one_group(1.5, sampling=sampling), 500, 1e-4) for sampling in ("fixed", "poisson"))
+    assert fixed["private"] > 2 * poisson["private"]
 
 
 def test_fixed_cohorts_have_the_rate_of_whole_clients():

@@ -153,7 +153,7 @@ def test_invalid_budget(epsilon, delta, field):
         Budget(epsilon, delta)
 
 
-def test_a_restored_checkpoint_does_not_restore_budget(path, ledger):
+def test_accountant_state_is_not_lost_on_resume(path, ledger):
     for _ in range(5):
         ledger.charge("run", ROUND)
     ledger.close()

@@ -49,6 +49,17 @@ def test_check_boxes_hide_variants(open_page, seeds_page):
         assert tab.errors == []
 
 
+def test_line_of_several_variants_is_hidden_with_the_last_of_them(open_page, tmp_path):
+    page = write_run_page([write_page_run(tmp_path / "run")], tmp_path / "page.html")
+    with open_page(page) as tab:
+        line = tab.page.locator("#attack-0 .v1-2")  # DP-FedAvg and FedHDP give private clients the same noise
+        assert line.count() == 1
+        tab.page.locator("#show-1").uncheck()
+        assert line.is_visible()
+        tab.page.locator("#show-2").uncheck()
+        assert not line.is_visible()
+
+
 def test_smoothing_moves_lines(open_page, seeds_page):
     with open_page(seeds_page) as tab:
         path = "document.querySelector('#server .series .line').getAttribute('d')"

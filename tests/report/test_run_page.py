@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tomli_w
 from experiment_helpers import command
@@ -15,12 +16,15 @@ from report_runs import HOSTILE, VARIANTS, write_page_run
 from fedhdp.errors import RunError
 from fedhdp.experiments import Variant
 from fedhdp.mechanism import SERVER
-from fedhdp.privacy.accounting import format_epsilon
+from fedhdp.privacy.accounting import compose, format_epsilon
 from fedhdp.privacy.attack import attack_curve
+from fedhdp.privacy.costs import privacy_cost
 from fedhdp.report.rows import read_study
 from fedhdp.report.run_page import run_page, write_run_page
 from fedhdp.results import VariantDirectory, read_value, write_value
+from fedhdp.results.metrics import half_interval
 from fedhdp.results.schema import Summary
+from fedhdp.results.store import write_arrays
 
 
 def embedded(page: str) -> dict:
@@ -32,6 +36,8 @@ def embedded(page: str) -> dict:
 def with_other_clients(run: Path, copy: Path) -> Path:
     """A copy of a run in which everything differs that was measured on clients' data."""
     shutil.copytree(run, copy)
+    for path in copy.glob("*/scores.npz"):
+        write_arrays(path, {"personal/accuracy": np.full(20, 0.75, np.float32)})
     for path in copy.glob("*/history.csv"):
         part = VariantDirectory(path.parent)
         part.rewrite_history(
@@ -142,6 +148,19 @@ def test_unclipped_share_is_the_one_that_moved_the_clip(tmp_path):
     assert shares == pytest.approx([expected] * len(shares), rel=1e-3)
 
 
+def test_tenths_of_a_group_are_means_over_its_clients(tmp_path):
+    runs = [write_page_run(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    charts = embedded(run_page(runs))["charts"]
+    [line] = charts["tenths-0"]["lines"]  # three variants with the same scores
+    assert [x for x, _ in line["p"]] == list(range(10))
+    private = [number / 20 for number in range(5, 20)]  # of 15 clients, the worst tenth is one
+    assert line["p"][0][1] == pytest.approx(100 * 0.95 * private[0], rel=1e-3)
+    assert line["p"][9][1] == pytest.approx(100 * 0.95 * (private[-1] + private[-2]) / 2, rel=1e-3)
+    assert line["h"][0] == pytest.approx(100 * half_interval([private[0], 0.9 * private[0]]), rel=1e-3)
+    assert "tenths-1" not in charts  # five clients
+    assert "tenths-0" not in embedded(run_page(runs, public=True))["charts"]
+
+
 def test_published_numbers_are_lines(tmp_path):
     run = write_page_run(tmp_path / "run")
     path = write_run_page([run], tmp_path / "page.html", published=[("paper: FedHDP", 93.5)])
@@ -156,6 +175,16 @@ def test_run_under_way_has_a_page(tmp_path):
     assert "under way" in page
     assert embedded(page)["charts"]["server"] == embedded(finished)["charts"]["server"]
     assert embedded(page)["charts"]["epsilon-0"] == embedded(finished)["charts"]["epsilon-0"]
+
+
+def test_run_under_way_counts_the_rounds_that_ran_again_after_a_crash(tmp_path):
+    run = write_page_run(tmp_path / "run", finished=False)
+    state = {"variants": np.array(["DP-FedAvg", "FedHDP"]), "replayed_rounds": np.arange(5)}
+    write_arrays(run / "dp-fedavg" / "checkpoint.npz", state)
+    private = read_study([run]).rows[2].group("private")
+    assert private.rounds == 17
+    mechanism = read_study([run]).rows[2].mechanism
+    assert private.epsilon == compose([privacy_cost(mechanism, mechanism.groups[1], 17)], private.delta, "pld")
 
 
 def test_run_without_measurements_is_refused(tmp_path):

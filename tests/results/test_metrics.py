@@ -10,7 +10,7 @@ import pytest
 from fedhdp.mechanism import Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import compose
 from fedhdp.privacy.costs import privacy_costs
-from fedhdp.results.metrics import group_rows, half_interval
+from fedhdp.results.metrics import group_rows, half_interval, tenths
 from fedhdp.results.schema import ACCURACY, MetricInfo, MetricRow, VariantResult, account_groups, attach_metrics
 
 
@@ -21,6 +21,14 @@ def test_group_rows_skip_clients_without_examples():
     names = ["accuracy", "accuracy_variance", "accuracy_worst_decile", "accuracy_clients"]
     assert [row.metric for row in rows] == names
     assert [row.value for row in rows] == pytest.approx([0.3, 0.01, 0.2, 2])
+
+
+def test_tenths_go_from_the_worst_to_the_best():
+    values = np.arange(25.0)
+    assert tenths(values)[0] == values[:2].mean()  # the same clients as the worst decile
+    assert tenths(values)[9] == values[22:].mean()
+    assert tenths(values, higher_is_better=False)[0] == values[23:].mean()
+    assert tenths(values[:9]) == []
 
 
 def test_the_worst_decile_of_an_error_is_its_largest():

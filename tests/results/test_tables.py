@@ -58,6 +58,14 @@ def test_columns_of_an_error():
         table_cells(table, metric="auc")
 
 
+def test_no_single_epsilon_is_printed_for_a_mixed_run():
+    promised = {"mild": 8.0, "strict": 1.0}
+    groups = [group("open"), *(replace(group(n, epsilon=e), unprotected=False) for n, e in promised.items())]
+    header, (row,) = table_cells([variant(*groups)])
+    epsilons = {name: cell for name, cell in zip(header, row, strict=True) if "ε" in name}
+    assert epsilons == {"ε open": "∞", "ε mild": "8.00", "ε strict": "1.00"}
+
+
 def test_epsilon_cells():
     groups = [replace(group("a", epsilon=1.2345), unprotected=False)]
     groups += [replace(group("b", epsilon=None), unprotected=False)]
@@ -89,6 +97,7 @@ def test_footnotes_say_how_many_clients_count():
     fewer = [groups[0], group("b", values={"global/auc": 0.5, "global/auc_clients": 2})]
     (note,) = footnotes([variant(*groups, metrics=metrics), variant(*fewer, metrics=metrics)])  # two seeds
     assert note.startswith("auc counts these clients: 2 to 3 of 5 of b;")
+    assert footnotes([variant(*groups, metrics=metrics)], metric="f1") == []  # the table's metric, which all have
 
 
 def test_footnotes_about_many_variants_are_short():

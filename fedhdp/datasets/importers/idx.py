@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import math
 import zlib
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from fedhdp.datasets.cache import write_dataset
 from fedhdp.datasets.catalog import DATASETS
 from fedhdp.datasets.importers import refuse_damaged
 from fedhdp.errors import DataError
+from fedhdp.memory import require_memory
 
+MAX_DIMENSIONS = 4
 IDX_BYTES, GZIP = b"\0\0\x08", b"\x1f\x8b"  # how idx files of unsigned bytes, and gzip files, begin
 FILE_OF_ARRAY = {
     "train_x": "train-images-idx3-ubyte.gz",
@@ -25,14 +28,14 @@ FILE_OF_ARRAY = {
 
 def read_idx(path: Path) -> np.ndarray:
     """The array in an idx file of unsigned bytes, gzipped or not."""
-    return _parse_idx(_read(path), path)
+    return _parse_idx(_read_declared(path), path)
 
 
 def mnist_file_name(path: Path) -> str | None:
     """MNIST's name of a file, by its content; None if it is no idx file of bytes. Other idx files are refused."""
     if _read(path, len(IDX_BYTES)) != IDX_BYTES:
         return None
-    raw = _read(path)
+    raw = _read_declared(path)
     sha256 = hashlib.sha256(raw).hexdigest()
     for file in DATASETS["mnist"].files:
         if sha256 == file.content_sha256:
@@ -65,8 +68,19 @@ def _read(path: Path, size: int = -1) -> bytes:
         return unpacked.read(size)
 
 
+def _read_declared(path: Path) -> bytes:
+    """An idx file, unpacked no further than its header says, and one byte that shows whether there is more."""
+    header = _read(path, 4 + 4 * MAX_DIMENSIONS)
+    if len(header) < 8 or not header.startswith(IDX_BYTES) or header[3] > MAX_DIMENSIONS:
+        return header  # no idx file
+    end = min(4 + 4 * header[3], len(header) // 4 * 4)
+    size = end + math.prod(np.frombuffer(header[4:end], ">u4").tolist())
+    require_memory(size, f"{path}", f"{size} bytes")
+    return _read(path, size + 1)
+
+
 def _parse_idx(raw: bytes, path: Path) -> np.ndarray:
-    if len(raw) < 4 or not raw.startswith(IDX_BYTES) or not 1 <= raw[3] <= 4:
+    if len(raw) < 4 or not raw.startswith(IDX_BYTES) or not 1 <= raw[3] <= MAX_DIMENSIONS:
         raise DataError(f"{path} is not an idx file of bytes: it begins with 0x{raw[:4].hex()}", "file", path)
     header = 4 + 4 * raw[3]
     shape = tuple(np.frombuffer(raw[4:header], ">u4").tolist()) if len(raw) >= header else ()

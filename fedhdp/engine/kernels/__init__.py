@@ -30,4 +30,4 @@ def conv_relu_pool(image: Array, weight: Array, bias: Array, padding: Padding, p
         shape = pallas.ConvShape(images, height, columns, inputs, outputs, kernel)
         if kernel == width and shape.suits_kernels and tuple(map(tuple, padding)) == shape.padding:
             return pallas.conv_relu_pool(image, weight.reshape(-1, outputs), bias, shape)
-    return jax.nn.relu(convolve_and_pool(image, weight, padding, precision) + bias)
+    return convolve_and_pool(image, weight, padding, precision, bias, has_units=True)

@@ -58,30 +58,30 @@ class TracedNetwork:
         return self._hoisted(self.first_layer.output)
 
     def _hoisted(self, known: Var | None) -> list[Var]:
-        needed, found = {self.program.output}, []
+        needed, hoisted = {self.program.output}, []
         for node in reversed(self.program.nodes):
             if not needed & set(node.outputs) or known in node.outputs:
                 continue
             for atom in node.inputs:
                 if isinstance(self.kind_of.get(atom) if isinstance(atom, Var) else None, Rows):
-                    found.append(atom)
+                    hoisted.append(atom)
                 elif isinstance(atom, Var):
                     needed.add(atom)
-        return self._within_size(list(dict.fromkeys(reversed(found))))
+        return self._within_size(list(dict.fromkeys(reversed(hoisted))))
 
     def _within_size(self, hoisted: list[Var]) -> list[Var]:
         """These variables; the inputs instead where they are more than twice as many numbers."""
         numbers: int = sum(math.prod(shape_of(var)) for var in hoisted)
         return hoisted if numbers <= 2 * math.prod(shape_of(self.program.x)) else [self.program.x]
 
-    def values(self, x_N: Array, wanted: Sequence[Var]) -> list[Array]:
+    def values(self, x_N: Array, variables: Sequence[Var]) -> list[Array]:
         """Variables that are by row, with the examples along the first axis."""
-        values = self.program.evaluate({self.program.x: x_N}, wanted)
-        return [jnp.moveaxis(value, self.kind_of[var].axis, 0) for var, value in zip(wanted, values, strict=True)]
+        values = self.program.evaluate({self.program.x: x_N}, variables)
+        return [jnp.moveaxis(value, self.kind_of[var].axis, 0) for var, value in zip(variables, values, strict=True)]
 
-    def given(self, wanted: Sequence[Var], values: Sequence[Array]) -> dict[Var, Array]:
+    def bind_rows(self, variables: Sequence[Var], values: Sequence[Array]) -> dict[Var, Array]:
         """What ``values`` returned, as known variables."""
-        return {v: jnp.moveaxis(value, 0, self.kind_of[v].axis) for v, value in zip(wanted, values, strict=True)}
+        return {v: jnp.moveaxis(value, 0, self.kind_of[v].axis) for v, value in zip(variables, values, strict=True)}
 
     def agrees(self, other: TracedNetwork) -> bool:
         """Whether both take the network apart in the same way, and compute what is by row alike."""
@@ -94,13 +94,13 @@ class TracedNetwork:
                 return False
             pairs += [(self.hoisted_beside, other.hoisted_beside), ([a.rows, a.operand], [b.rows, b.operand])]
         places = [[self._places(a), other._places(b)] for a, b in pairs]
-        wanted = [var for a, _ in pairs for var in a]
+        variables = [var for a, _ in pairs for var in a]
         same_places = all(a == b for a, b in places)
-        return same_places and same_rows(self.program, other.program, wanted, self.kind_of)
+        return same_places and same_rows(self.program, other.program, variables, self.kind_of)
 
-    def _places(self, wanted: Sequence[Var]) -> list[tuple[int | None, Any]]:
+    def _places(self, variables: Sequence[Var]) -> list[tuple[int | None, Any]]:
         """Where variables are in the program, and their kinds."""
-        return [(self.program.number_of.get(var), self.kind_of.get(var)) for var in wanted]
+        return [(self.program.number_of.get(var), self.kind_of.get(var)) for var in variables]
 
 
 class SplitNetwork:
@@ -145,8 +145,8 @@ class SplitNetwork:
         traced, first = self.of_client, self.first_layer
         if not self.is_split:
             return []
-        wanted = traced.hoisted if first is None else [first.rows, *traced.hoisted_beside]
-        return list(dict.fromkeys(name for name in traced.program.primitives(wanted) if name not in LAYOUT))
+        variables = traced.hoisted if first is None else [first.rows, *traced.hoisted_beside]
+        return list(dict.fromkeys(name for name in traced.program.primitives(variables) if name not in LAYOUT))
 
     def rows(self, x_M: Array) -> list[Array]:
         """What is computed once."""
@@ -158,7 +158,9 @@ class SplitNetwork:
         if not self.is_split:
             return self._network.apply(parameters, rows_B[0], key)
         traced = self._network.traced(examples, has_key=True)
-        known = traced.program.given(jax.tree.leaves(parameters), key) | traced.given(traced.hoisted, rows_B)
+        known = traced.program.bind_parameters(jax.tree.leaves(parameters), key) | traced.bind_rows(
+            traced.hoisted, rows_B
+        )
         return traced.program.evaluate(known, [traced.program.output])[0]
 
     def first_rows(self, x_M: Array) -> tuple[Array, list[Array]]:
@@ -182,7 +184,7 @@ class SplitNetwork:
         remaining, taken = iter(rest), (layer.weight, layer.bias)
         numbers = range(len(traced.program.leaves))
         leaves = [None if n in taken else self._transposed(next(remaining), n) for n in numbers]
-        known = traced.program.given(leaves, key) | traced.given(traced.hoisted_beside, others_B)
+        known = traced.program.bind_parameters(leaves, key) | traced.bind_rows(traced.hoisted_beside, others_B)
         known[layer.output] = layer.place(output_BH)
         return traced.program.evaluate(known, [traced.program.output])[0]
 
@@ -230,5 +232,5 @@ class Network:
         program = self.traced(len(x_N), key is not None).program
         if program.effects:  # which evaluation would leave out
             return self.model.apply(parameters, x_N, key)
-        known = program.given(jax.tree.leaves(parameters), key) | {program.x: x_N}
+        known = program.bind_parameters(jax.tree.leaves(parameters), key) | {program.x: x_N}
         return program.evaluate(known, [program.output])[0]

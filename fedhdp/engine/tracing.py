@@ -83,10 +83,10 @@ class Program:
         assert len(self.eqns[number].outvars) == 1, "a node with several outputs cannot be replaced"
         self.nodes[number] = Node(tuple(inputs), (output,), lambda *values: [function(*values)])
 
-    def evaluate(self, known: Mapping[Var, Any], wanted: Sequence[Var | Literal]) -> list[Any]:
+    def evaluate(self, known: Mapping[Var, Any], variables: Sequence[Var | Literal]) -> list[Any]:
         """The values of some variables, from those of others."""
         values = {**self.constants, **known}
-        needed, steps = {atom for atom in wanted if isinstance(atom, Var)} - values.keys(), []
+        needed, steps = {atom for atom in variables if isinstance(atom, Var)} - values.keys(), []
         for node in reversed(self.nodes):
             if needed & set(node.outputs):
                 steps.append(node)
@@ -97,18 +97,18 @@ class Program:
 
         for node in reversed(steps):
             values |= dict(zip(node.outputs, node.run(*map(value, node.inputs)), strict=True))
-        return [value(atom) for atom in wanted]
+        return [value(atom) for atom in variables]
 
-    def primitives(self, wanted: Sequence[Var]) -> list[str]:
+    def primitives(self, variables: Sequence[Var]) -> list[str]:
         """The names of the primitives that compute some variables, in order."""
-        needed, names = set(wanted), []
+        needed, names = set(variables), []
         for eqn in reversed(self.eqns):
             if needed & set(eqn.outvars):
                 names.append(eqn.primitive.name)
                 needed |= {atom for atom in eqn.invars if isinstance(atom, Var)}
         return names[::-1]
 
-    def given(self, leaves: Sequence[Any], key: Any) -> dict[Var, Any]:
+    def bind_parameters(self, leaves: Sequence[Any], key: Any) -> dict[Var, Any]:
         """Parameters and the key as known variables; parameters that are None are not known."""
         known = {var: leaf for var, leaf in zip(self.leaves, leaves, strict=True) if leaf is not None}
         return known | dict.fromkeys(self.keys, key)

@@ -58,6 +58,13 @@ def test_clients_that_no_memory_holds_are_refused_with_what_they_need(run_with):
     assert "31.4 PB of memory" in line
 
 
+@pytest.mark.parametrize("field", ["samples", "test_samples", "server_test"])
+def test_images_that_no_memory_holds_are_refused_by_their_field(run_with, field):
+    line = run_with("clients = 20", f"clients = 20, {field} = 1000000000000")
+    assert f"data.{field} must be smaller" in line
+    assert "B of memory" in line
+
+
 @pytest.mark.parametrize("seeds", ["1-999999999", "10001", f"1{'0' * 5000}", f"0-1{'0' * 5000}"])
 def test_too_many_seeds(run_with, seeds):
     assert "--seeds" in run_with("rounds = 2", "rounds = 2", "--seeds", seeds)

@@ -45,6 +45,11 @@ def test_numbers_that_no_machine_can_serve(run_with, old, number):
     assert field in run_with(old, f"{field} = {number}") or len(number) > 4000
 
 
+@pytest.mark.parametrize("number", ["10000000001", f"1{'0' * 400}"])
+def test_groups_of_more_clients_than_a_sum_can_hold(run_with, number):
+    assert "clients" in run_with("clients = 20, sampling_rate", f"clients = {number}, sampling_rate")
+
+
 @pytest.mark.parametrize("hidden", [10**7, 10**12])
 def test_a_network_that_no_memory_holds_is_refused_with_what_it_needs(run_with, hidden):
     line = run_with("hidden = 50", f"hidden = {hidden}")

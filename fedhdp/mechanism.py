@@ -59,6 +59,7 @@ ROUND_UP_FACTOR = 1 + 2.0**-22  # so that rounding to single precision never lea
 GRID_BITS = (
     26  # the largest weight and the noise have at most this many bits on the grid: squared norms stay below 2**53
 )
+MAX_CLIENTS = 10**10  # of a group: so that sums of updates, of GRID_BITS each, are 64-bit integers
 MAX_BIT_NOISE = 1e13  # so that noised counts of clip bits are 64-bit integers
 
 # How many clients' contributions differ between neighbouring data sets: with Poisson sampling a client is added or removed,
@@ -97,7 +98,7 @@ class PrivacyGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         check_group_name("name", self.name)
-        require(self.clients >= 1, "clients", self.clients, "at least 1")
+        require(1 <= self.clients <= MAX_CLIENTS, "clients", self.clients, f"between 1 and {MAX_CLIENTS:,}")
         noise_ok = self.noise_multiplier == 0 or MIN_NOISE <= self.noise_multiplier <= MAX_VALUE
         require(noise_ok, "noise_multiplier", self.noise_multiplier, f"0, or between {MIN_NOISE:g} and {MAX_VALUE:g}")
         require(0 <= self.sampling_rate <= 1, "sampling_rate", self.sampling_rate, "between 0 and 1")

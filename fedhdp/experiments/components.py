@@ -100,9 +100,11 @@ def _errors_located(file: str) -> Iterator[None]:
         raise ConfigError(f"{place}: {type(error).__name__}: {error}", "file", file) from error
 
 
-def _require_images(clients: int, images: int, others: int = 0) -> None:
-    """Refuse more images, of a byte for each pixel, than this machine's memory holds."""
-    require_memory(IMAGE_INPUTS * clients * images, "clients", clients)
+def _require_images(clients: int, samples: int, test_samples: int, others: int = 0) -> None:
+    """Refuse more images, of a byte for each pixel, than this machine's memory holds; the largest number is named."""
+    values = {"clients": clients, "samples": samples, "test_samples": test_samples}
+    field = max(values, key=values.__getitem__)
+    require_memory(IMAGE_INPUTS * clients * (samples + test_samples), field, values[field])
     require_memory(IMAGE_INPUTS * others, "server_test", others)
 
 
@@ -128,7 +130,7 @@ class HandwritingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     validation: float = 0.0  # the share of its train examples that a client holds out, to choose its pull by
 
     def __post_init__(self) -> None:
-        _require_images(self.clients, self.samples + self.test_samples, self.server_test)
+        _require_images(self.clients, self.samples, self.test_samples, self.server_test)
 
     def load(self, mechanism: MechanismConfig, seed: int) -> FederatedData:
         """Render the data; in the skewed split, the clients of the first group hold one digit."""
@@ -155,7 +157,7 @@ class MnistConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     validation: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_images(self.clients, self.samples + self.test_samples)
+        _require_images(self.clients, self.samples, self.test_samples)
 
     def load(self, mechanism: MechanismConfig, seed: int) -> FederatedData:
         """Read the data; in the skewed split, the clients of the first group hold a 7."""

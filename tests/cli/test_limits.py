@@ -45,6 +45,11 @@ def test_numbers_that_no_machine_can_serve(run_with, old, number):
     assert field in run_with(old, f"{field} = {number}") or len(number) > 4000
 
 
+@pytest.mark.parametrize("number", ["10000000001", f"1{'0' * 400}"])
+def test_groups_of_more_clients_than_a_sum_can_hold(run_with, number):
+    assert "clients" in run_with("clients = 20, sampling_rate", f"clients = {number}, sampling_rate")
+
+
 @pytest.mark.parametrize("hidden", [10**7, 10**12])
 def test_a_network_that_no_memory_holds_is_refused_with_what_it_needs(run_with, hidden):
     line = run_with("hidden = 50", f"hidden = {hidden}")
@@ -56,6 +61,13 @@ def test_clients_that_no_memory_holds_are_refused_with_what_they_need(run_with):
     line = run_with("clients = 20", "clients = 1000000000000")
     assert "data.clients" in line
     assert "31.4 PB of memory" in line
+
+
+@pytest.mark.parametrize("field", ["samples", "test_samples", "server_test"])
+def test_images_that_no_memory_holds_are_refused_by_their_field(run_with, field):
+    line = run_with("clients = 20", f"clients = 20, {field} = 1000000000000")
+    assert f"data.{field} must be smaller" in line
+    assert "B of memory" in line
 
 
 @pytest.mark.parametrize("seeds", ["1-999999999", "10001", f"1{'0' * 5000}", f"0-1{'0' * 5000}"])

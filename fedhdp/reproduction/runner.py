@@ -4,6 +4,7 @@ OUT/seed-0/paper/              a run directory (see `results`)
 OUT/seed-0/paper/machine.json  the machine and the command
 OUT/seed-0/paper.2/            rows or pulls that were added later
 OUT/seed-0/momentum/           another part of the same seed
+OUT/seed-0/two.pfa/            the rows of PFA of a part of levels: WeiAvg's experiment, run by `pfa.py` alone
 """
 
 from __future__ import annotations

@@ -157,6 +157,8 @@ EXTENSIONS = {
 
 def is_trained_otherwise(part: str) -> bool:
     """Whether a part of a table has a model and training of its own."""
+    if part in LEVEL_TABLES:
+        return LEVEL_TABLES[part].on_basis
     return part in EXTENSIONS and EXTENSIONS[part].training is not None
 
 

@@ -52,6 +52,9 @@ def draw(comparison: Comparison, path: Path) -> None:
         table = TABLES.get(comparison.table)
         if table is None:
             _draw_levels(figure, comparison)
+        elif all(line.key.part != "paper" for line in comparison.lines):
+            figure.set_size_inches(8, 1.6 + 0.4 * len(comparison.global_lines))
+            _draw_extensions(figure.subplots(), comparison, table)
         else:
             _draw_paper_table(figure, comparison, table)
         seeds = "1 seed" if len(comparison.seeds) == 1 else f"{len(comparison.seeds)} seeds"
@@ -199,7 +202,8 @@ def _draw_extensions(axis: Axes, comparison: Comparison, table: PaperTable) -> N
     lines = [line for line in comparison.global_lines if line.key.part != "paper" and "acc_g" in line.cells]
     if not lines:
         return _draw_differences(axis, comparison)
-    _draw_rows(axis, [(line.key.row, line.cells["acc_g"].mean, _half(line.cells["acc_g"])) for line in lines])
+    rows = [(line.key.row, line.cells["acc_g"].mean, _half(line.cells["acc_g"])) for line in lines]
+    _draw_rows(axis, rows, [COLOURS[line.key.algorithm] for line in lines])
     best = published_best(table)
     axis.axvline(best, color=PUBLISHED, linestyle="--", linewidth=1.2)
     style: dict[str, Any] = {"textcoords": "offset points", "color": PUBLISHED, "fontsize": 8}
@@ -217,17 +221,17 @@ def _draw_differences(axis: Axes, comparison: Comparison) -> None:
     axis.axvspan(-CLOSE, CLOSE, color=PUBLISHED, alpha=0.12, linewidth=0)
     axis.axvline(0, color=PUBLISHED, linewidth=1.2)
     shown = [(row, cell.difference, _half(cell)) for row, cell in cells if cell.difference is not None]
-    _draw_rows(axis, shown)
+    _draw_rows(axis, shown, [MEASURED] * len(shown))
     axis.set(xlabel="points above the paper")
     close = sum(abs(difference) <= CLOSE for _, difference, _ in shown)
     title = "global model, server's test set: difference from the paper\n{} of {} rows are within a point"
     axis.set_title(title.format(close, len(shown)), fontsize=10)
 
 
-def _draw_rows(axis: Axes, rows: Sequence[tuple[str, float, float]]) -> None:
+def _draw_rows(axis: Axes, rows: Sequence[tuple[str, float, float]], colours: Sequence[str]) -> None:
     """Draw a point with its interval for each label, from top to bottom."""
-    for height, (_, value, half) in enumerate(reversed(rows)):
-        axis.errorbar(value, height, xerr=half, color=MEASURED, marker="o", markersize=5, capsize=3)
+    for height, ((_, value, half), colour) in enumerate(zip(reversed(rows), reversed(colours), strict=True)):
+        axis.errorbar(value, height, xerr=half, color=colour, marker="o", markersize=5, capsize=3)
     axis.set_yticks(range(len(rows)), [label for label, *_ in reversed(rows)], fontsize=8)
     axis.grid(color=GRID_COLOUR, linewidth=0.6, axis="x")
 

@@ -32,7 +32,9 @@ def _compiler(request):
     import jax  # not above: it would not see the cache's folder
 
     subject = request.path.relative_to(Path(__file__).parent).as_posix()
-    jax.config.update("jax_disable_most_optimizations", not subject.startswith(OPTIMIZED))
+    is_optimized = subject.startswith(OPTIMIZED)
+    jax.config.update("jax_disable_most_optimizations", not is_optimized)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not is_optimized))  # of other processes
     yield
     jax.clear_caches()
 

@@ -196,7 +196,8 @@ def _compose_pld(costs: Sequence[PrivacyCost], delta: float) -> float:
     bound = _compose_rdp(costs, delta)
     if bound == 0 or bound > 100_000:  # nothing is below 0, and no grid is large enough for so much
         return bound
-    epsilon = float(_pld_accountant(costs, bound).get_epsilon(delta))
+    with np.errstate(over="ignore"):  # a division that overflows gives an infinite epsilon, which the bound replaces
+        epsilon = float(_pld_accountant(costs, bound).get_epsilon(delta))
     # With a tiny delta, rounding to the grid makes PLD's epsilon the larger one; both are upper bounds.
     return epsilon if 0 <= epsilon < bound else bound
 

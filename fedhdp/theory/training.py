@@ -39,7 +39,7 @@ def suggest_training(plan: Plan) -> SuggestedTraining:
     return SuggestedTraining(
         *(64, 0.25, 3, 0.5, 5.0, float(f"{rate:.2g}"), 0.9, 0.99),
         rests_on={
-            "basis_size": "MNIST, one seed: 64 and 81 cosines are alike, 49 lose half a point",
+            "basis_size": "MNIST, one seed: 64 and 81 are alike, 49 lose half a point",
             "basis_exponent": "MNIST, one seed: 0 and 0.4 lose half a point or more",
             "epochs": "MNIST, one seed: 1 to 6 are alike",
             "learning_rate": "MNIST, one seed: 0.25 loses half a point",

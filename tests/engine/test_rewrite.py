@@ -125,7 +125,7 @@ def stages(draw: st.DrawFn) -> dict:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_random_networks_are_the_same(data):
     size, channels = data.draw(st.tuples(st.integers(6, 9), st.integers(6, 9))), data.draw(st.integers(1, 3))

@@ -2,7 +2,9 @@
 
 *Lockstep*: all clients take the same batch at a time, and a client without that batch rests. The batch is then the same
 slice of every client's arrays. *Ragged*: each client takes its own batches one after the other, and clients that are done
-are dropped while the others go on. A client's results are the same either way.
+are dropped while the others go on. *One by one*, on a CPU and where all parameters are trained: a core takes one client and
+one model at a time, since many small networks side by side make batched products, which are slow there. A client's results
+are the same in all three.
 
 Axis letters: C clients of a chunk, R global models, V personal models, T both, M examples of a client (padded).
 """

@@ -614,8 +614,8 @@ def main() -> int:
                     print(f"FAILED {result.name!r} with --seed {result.seed}: {result.failure}", flush=True)
     print(f"{'':20}{'tried':>7}{'held':>7}")
     for name in names:
-        found = ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in counts[name].most_common())
-        print(f"{name:20}{tried[name]:7,}{held[name]:7,}   {found}")
+        summary = ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in counts[name].most_common())
+        print(f"{name:20}{tried[name]:7,}{held[name]:7,}   {summary}")
     return int(held != tried)
 
 

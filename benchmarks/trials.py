@@ -163,13 +163,13 @@ def basis_of(trial: Trial, data: FederatedData) -> np.ndarray | None:
         return random_basis(inputs, trial.size) * scale
     if trial.basis == "pca":
         return pca_basis(public_moments(data, ["opted out"]), trial.size, trial.exponent) * scale
-    assert trial.basis == "handwriting"  # the package's own images, which are of nobody
+    assert trial.basis == "handwriting"  # the package's own images, no client's data
     return pca_basis(second_moments(public_features(trial.features)), trial.size, trial.exponent) * scale
 
 
 @cache
 def public_features(kind: str) -> np.ndarray:
-    """The features of the embedded handwriting, which is of nobody."""
+    """The features of the embedded handwriting, which are no client's data."""
     drawn = make_handwriting(500, split="by_writer", server_test=10)
     return featurize(kind, np.asarray(drawn.train.x_N), drawn.input_scale)
 

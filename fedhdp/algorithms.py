@@ -126,7 +126,7 @@ def dp_fedavg(mechanism: Mechanism) -> Mechanism:
 
 
 def non_private(mechanism: Mechanism) -> Mechanism:
-    """Non-Private: no noise on updates or clip bits; every update has weight 1. It protects nobody.
+    """Non-Private: no noise on updates or clip bits; every update has weight 1. No client is protected.
 
     Args:
         mechanism: What the clients chose.

@@ -22,6 +22,7 @@ import numpy as np
 from fedhdp.client import ClientData, LocalTraining, Schedule, TrainedModel, local_train
 from fedhdp.engine.low_rank import ClientUpdates, Parametrization, parametrize
 from fedhdp.engine.network import Network
+from fedhdp.engine.patches import on_cpu
 from fedhdp.models import Array, Model, Parameters, take
 
 
@@ -61,7 +62,7 @@ def client_updates(
     theta_CT, inputs_CT = parametrization.from_params(personal_CV)
     model_CT = jax.vmap(jax.vmap(partial(_start, training)), (0, None))(theta_CT, rate_T)
     batches_C = training.batches(clients.count_C)
-    one_by_one = parametrization.ragged and jax.default_backend() == "cpu"
+    one_by_one = parametrization.ragged and on_cpu()
     each = _one_by_one if one_by_one else jax.vmap
 
     def train(model_CT: TrainedModel, epochs: range, which: slice = slice(None)) -> TrainedModel:

@@ -19,6 +19,11 @@ from fedhdp.models import Array
 Padding = tuple[tuple[int, int], ...]
 
 
+def on_cpu() -> bool:
+    """Whether computations go to processors."""
+    return jax.default_backend() == "cpu"
+
+
 class Convolution(NamedTuple):
     """How a convolution without groups goes over images, axis by axis of their pixels."""
 
@@ -82,9 +87,9 @@ def convolve_and_pool(
     Returns:
         Images of half the height and width that the convolution has, rounded down.
     """
-    windows_are_columns = jax.default_backend() == "cpu"  # whose images have the examples last: longer vectors
+    windows_are_columns = on_cpu()  # whose images have the examples last: longer vectors
     order = (3, 1, 2, 0) if windows_are_columns else (0, 1, 2, 3)
-    outputs, height, width = weight.shape[3], 1, 2
+    outputs = weight.shape[3]
     sizes = [n + sum(p) - k + 1 for n, p, k in zip(image.shape[1:3], padding, weight.shape[:2], strict=True)]
     cells = [size // 2 for size in sizes]
     blocks = [(k + 2) // 2 for k in weight.shape[:2]]  # on a side of a window
@@ -104,7 +109,7 @@ def convolve_and_pool(
         out = max_of_axis(four, 0)
         bias = None if bias is None else bias[:, None, None, None]
     else:
-        block = pairs.swapaxes(height + 1, width + 1).reshape(first, lengths[0] // 2, lengths[1] // 2, -1)
+        block = pairs.swapaxes(2, 3).reshape(first, lengths[0] // 2, lengths[1] // 2, -1)
         windows = jnp.concatenate([block[:, i : i + cells[0], j : j + cells[1]] for i, j in offsets], axis=-1)
         four = jnp.matmul(windows, matrix, precision=precision)
         out = max_of_axis(four.reshape(first, *cells, 4, outputs), 3)

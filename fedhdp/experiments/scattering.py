@@ -2,8 +2,8 @@
 
 A feature is the mean modulus of a wavelet in a square of 4 × 4 pixels, or the mean of the pixels there: first-order
 scattering (Bruna and Mallat, 2013). Of these 833 numbers an image keeps 64: its coordinates along the principal directions
-of the features of the embedded handwriting, scaled by λ^−¼. The package draws it: it is no
-client's data.
+of the features of the embedded handwriting, scaled by λ^−¼. The package draws that
+handwriting; it is no client's data.
 
 Axis letters: N images, U different ones, F features, K directions, C wavelets.
 """

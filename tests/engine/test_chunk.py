@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax.flatten_util import ravel_pytree
 
 from fedhdp.client import LocalTraining
+from fedhdp.engine import chunk as chunk_module
 from fedhdp.engine.low_rank import FullRank, LowRank
 from fedhdp.models import Model, cnn, mlp
 
@@ -33,9 +34,10 @@ def test_padding_changes_no_result(model, shape):
 @pytest.mark.parametrize(
     "settings", [{}, {"drop_remainder": True}, {"personal_epochs": 2}, {"personal_epochs": 7}], ids=str
 )
-@pytest.mark.parametrize("kind", [LowRank, FullRank])
-def test_client_trains_the_same_in_any_chunk(kind, settings):
-    """Also a client with few batches beside others with many, in lockstep (LowRank) and ragged (FullRank)."""
+@pytest.mark.parametrize(("kind", "on_cpu"), [(LowRank, True), (FullRank, True), (FullRank, False)])
+def test_client_trains_the_same_in_any_chunk(monkeypatch, kind, on_cpu, settings):
+    """Also a client with few batches beside others with many: in lockstep (LowRank), one by one and ragged (FullRank)."""
+    monkeypatch.setattr(chunk_module, "on_cpu", lambda: on_cpu)
     counts = [16, 2, 9, 12, *(1 + 7 * i % 16 for i in range(15)), 0]
     model = mlp(12, 5, 3)
     training = LocalTraining(epochs=3, batch_size=4, learning_rate=0.1, **settings)

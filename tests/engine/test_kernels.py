@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedhdp.engine import kernels
+from fedhdp.engine import kernels, patches
 from fedhdp.engine.kernels import pallas
 from fedhdp.engine.kernels.pallas import PIXEL, ConvShape, Piece
 from fedhdp.engine.patches import convolve_and_pool
@@ -74,7 +74,9 @@ def assert_same(convolve, layers: dict, image: jax.Array, kernel: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", [2, 3, 5])
-def test_matrix_product_is_the_librarys_convolution(kernel):
+@pytest.mark.parametrize("on_cpu", [True, False])  # windows are columns, or rows
+def test_matrix_product_is_the_librarys_convolution(monkeypatch, kernel, on_cpu):
+    monkeypatch.setattr(patches, "on_cpu", lambda: on_cpu)
     image = jax.random.normal(jax.random.key(3), (2, 2, 6, 8, 3))
     assert_same(in_product, layers(2, kernel, 3, 4), image, kernel)
 

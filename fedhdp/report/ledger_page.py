@@ -14,7 +14,7 @@ from fedhdp.privacy.ledger import Ledger, Run
 from fedhdp.privacy.reports import GroupStanding, group_standing, restored_note
 from fedhdp.privacy.spending import PACE_WEEKS, Spending, rounds_per_week, spending, weeks_left
 from fedhdp.report.charts import Axes, Charts, Line, Reference, caption, empty
-from fedhdp.report.html import Content, Html, Page, Panel, Section, card, join, name, short, table
+from fedhdp.report.html import Content, Html, Page, Panel, Section, card, isolated, join, name, short, table
 from fedhdp.report.privacy import ATTACK_AXES, ATTACKER, TRUST, curve_line, format_mu, found_sentence
 
 FOOTER = "Made by fedhdp. This file loads nothing from anywhere."
@@ -75,7 +75,8 @@ def ledger_page(ledger: Ledger, delta: float, now: datetime.datetime | None = No
         Section("groups", "Groups", "", [Panel("What is left", _groups(accounts), wide=True)]),
         Section("runs", "Runs", "", [Panel("All runs, the oldest first", _runs(ledger.runs()), wide=True)]),
     ]
-    lead = "; ".join(f"{account.standing.group}: {_spent(account)}" for account in accounts) or "Nobody is in it yet"
+    spending_words = [f"{isolated(account.standing.group)}: {_spent(account)}" for account in accounts]
+    lead = "; ".join(spending_words) or "Nobody is in it yet"
     data: dict[str, object] = {"charts": charts.data, "version": ""}
     title = f"{ledger.path.name} on {now:%Y-%m-%d}"
     cards = [_card(account) for account in accounts]

@@ -21,6 +21,7 @@ from fedhdp.report.html import (
     definitions,
     element,
     join,
+    mark,
     name,
     short,
 )
@@ -67,13 +68,12 @@ def run_page(
         publishing_section(study),
         provenance_section(study),
     ]
-    sentences = headline([[variant.result for variant in row.seeds] for row in study.rows])
-    first, *others = sentences or [_without_measurements(study)]
+    first, *others = map(study.sentence, _sentences(study))
     page = Page(
         title=f"{study.title} – fedhdp",
         heading=join([name(study.title), f" · {pluralize(study.rounds)}", _seeds(study), _state(study)]),
-        lead=first,
-        details=" ".join(others),
+        lead=first if _is_headline_public(study) else join([first, mark("clients")], " "),
+        details=join([" ".join(others), mark("clients")], " ") if others else "",
         cards=_cards(study),
         sections=[section for section in sections if section is not None],
         data={"charts": charts.data, "version": version},
@@ -106,12 +106,19 @@ def _state(study: Study) -> str:
     return " · under way" if any(part.unfinished for run in study.runs for part in run.runs) else ""
 
 
-def _without_measurements(study: Study) -> str:
-    return (
-        f"{len(study.rows)} variants; nothing of what was measured may be published."
-        if study.public
-        else "Nothing is measured yet."
-    )
+def _sentences(study: Study) -> list[str]:
+    """What came out: the first sentence is the page's headline, the others are about clients' own data."""
+    words = "nothing of what was measured may be published" if study.public else "nothing is measured yet"
+    return headline([[variant.result for variant in row.seeds] for row in study.rows]) or [
+        f"{pluralize(len(study.rows), 'variant')}; {words}."
+    ]
+
+
+def _is_headline_public(study: Study) -> bool:
+    """Whether the first sentence may be published: it is about the server's test set and the rows that it names."""
+    rows = [row for row in (study.main, study.rival) if row is not None]
+    measured = study.main.last(SERVER, "global", study.metric.name) is not None
+    return study.public or (measured and study.server_is_public and all(row.covered for row in rows))
 
 
 def _cards(study: Study) -> list[Html]:

@@ -51,6 +51,7 @@ def _sweep_panel(study: Study, charts: Charts, lines: Lines, owner: str, model: 
         f"{SWEPT[key]} of {short(group, 30)}",
         study.metric_words,
         places=tuple(f"{x:g}" for x in numbers),
+        limits=study.limits,
         format=study.format_scaled,
     )
     figure = charts.add(f"sweep-{len(charts.data)}", shown, axes, unit=study.unit)
@@ -85,12 +86,13 @@ def table_section(study: Study, notes: Html) -> Section:
     cells = [[name(cell) if i < texts else cell for i, cell in enumerate(row)] for row in rows]
     shown = table(header, cells, texts, sortable=True, private_columns=private)
     lines = [FOLDERS.sub("", text) for text in (comparison.describe_seeds(runs), *comparison.notes(runs)) if text]
+    safe = [study.sentence(line) for line in lines]
     copies = {
         "CSV": comparison.format_csv(comparison.mean_rows(runs)),
         "Markdown": format_markdown(header, rows, lines, texts),
         "LaTeX": format_latex(header, rows, lines, texts),
     }
-    foot = element("ul", *(element("li", line) for line in lines), class_="notes")
+    foot = element("ul", *(element("li", line) for line in safe), class_="notes")
     uncovered = caption(study.uncovered_words) if not study.public and study.uncovered_words else ""
     body = join([shown, notes, uncovered, foot, copyable(copies)])
     words = study.metric_words.capitalize() + (" in %" if study.metric.percent else "")

@@ -75,7 +75,7 @@ def _rounds_panel(
 ) -> Panel:
     group, model = owner
     start = _zoom_start(lines)
-    axes = Axes("round", study.metric_words, format=study.format_scaled, smooth=True, start=start)
+    axes = Axes("round", study.metric_words, limits=study.limits, format=study.format_scaled, smooth=True, start=start)
     figure = charts.add(ident, lines, axes, references, unit=study.unit)
     subject: Content = "Server's test set" if group == SERVER else join([name(short(group)), ", ", MODELS[model]])
     subject = "Server's test set, averaged model" if model == "average" else subject

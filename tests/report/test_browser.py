@@ -150,3 +150,38 @@ def test_hostile_names_are_text(open_page, tmp_path):
             assert tab.page.evaluate("document.scripts.length") == 2
             assert tab.page.evaluate(OVERFLOW) == 0
             assert tab.errors == []
+
+
+WORD = """([selector, word]) => {
+  const node = document.createTreeWalker(document.querySelector(selector), NodeFilter.SHOW_TEXT).nextNode();
+  const start = node.data.indexOf(word), range = document.createRange();
+  return [...word].map((_, i) => {
+    range.setStart(node, start + i);
+    range.setEnd(node, start + i + 1);
+    return range.getBoundingClientRect().left;
+  });
+}"""
+
+
+def test_name_from_right_to_left_turns_no_other_word(open_page, tmp_path):
+    variants = (Variant("DP-FedAvg", "dp_fedavg"), Variant("\u202eFedHDP שלום"))
+    run = write_page_run(tmp_path / "run", variants=variants, groups={"private": "פרטי"})
+    with open_page(write_run_page([run], tmp_path / "page.html")) as tab:
+        for selector, word in ((".headline", "accuracy"), (".details", "brackets")):
+            places = tab.page.evaluate(WORD, [selector, word])
+            assert places == sorted(places), word
+        tab.page.locator("#server").hover(position={"x": 400, "y": 100})
+        tip = tab.page.locator(".tip div").last
+        assert tip.locator("bdi").inner_text() == variants[1].name
+        assert tip.inner_text().endswith("%")
+
+
+def test_text_of_charts_is_large_enough_on_paper_and_on_a_telephone(open_page, seeds_page):
+    heights = (
+        "[...document.querySelectorAll('svg.plot text, .dots text')].map(t => t.getScreenCTM().a * parseFloat("
+        + ("getComputedStyle(t).fontSize))")
+    )
+    for width, media in ((360, "screen"), (695, "print")):  # pixels, of which A4 has 695 between its margins
+        with open_page(seeds_page, width=width) as tab:
+            tab.page.emulate_media(media=media)
+            assert min(tab.page.evaluate(heights)) >= 9.5, media

@@ -59,6 +59,15 @@ def test_public_page_does_not_depend_on_clients_data(tmp_path):
     assert not re.search(r'class="mark (clients|mixed)"', run_page([run], public=True))
 
 
+def test_head_marks_what_was_measured_on_clients(tmp_path):
+    run = write_page_run(tmp_path / "run")
+    details = re.findall(r'<p class="details">(.*?)</p>', run_page([run]))
+    assert [text.count('class="mark clients"') for text in details] == [1]
+    assert 'class="mark' not in re.findall(r'<p class="headline">(.*?)</p>', run_page([run]))[0]
+    clients = write_page_run(tmp_path / "other", server_has_client_data=True)
+    assert 'class="mark clients"' in re.findall(r'<p class="headline">(.*?)</p>', run_page([clients]))[0]
+
+
 def test_public_page_keeps_what_epsilon_covers(tmp_path):
     page = run_page([write_page_run(tmp_path / "run")], public=True)
     charts = embedded(page)["charts"]
@@ -159,6 +168,14 @@ def test_tenths_of_a_group_are_means_over_its_clients(tmp_path):
     assert line["h"][0] == pytest.approx(100 * half_interval([private[0], 0.9 * private[0]]), rel=1e-3)
     assert "tenths-1" not in charts  # five clients
     assert "tenths-0" not in embedded(run_page(runs, public=True))["charts"]
+
+
+def test_intervals_of_a_rate_end_at_0_and_100_percent(tmp_path):
+    charts = embedded(run_page([write_page_run(tmp_path / str(seed), seed=seed) for seed in (0, 1)]))["charts"]
+    for chart in (charts["tenths-0"], charts["personal-0"]):
+        assert chart["lim"] == [0, 100]
+        assert 0 <= chart["y"][0] < chart["y"][1] <= 100
+    assert charts["clip-0"]["lim"] is None
 
 
 def test_published_numbers_are_lines(tmp_path):

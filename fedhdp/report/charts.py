@@ -16,6 +16,7 @@ LEFT, RIGHT, TOP, BOTTOM = 50.0, 12.0, 12.0, 42.0
 POINTS = 250  # of a line, at most
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
 DOT = 3.2  # the radius of a marked point
+REFERENCE_DASHES = ("5 4", "1.5 3.5", "11 3 3 3")
 MARKED = 12  # points of a line, up to which each is marked
 
 
@@ -46,6 +47,7 @@ class Reference(NamedTuple):
 
     label: str
     y: float
+    value: str = ""  # what the legend shows beside the label
 
 
 class Axes(NamedTuple):
@@ -113,9 +115,10 @@ def draw(ident: str, lines: Sequence[Line], axes: Axes, references: Sequence[Ref
     """
     lines = [line._replace(**_thinned(line)) for line in merged(lines) if line.points]
     x_scale, y_scale = _scales(lines, axes, references)
-    parts = [*_grid(x_scale, y_scale, axes), *(_reference(reference, y_scale) for reference in references)]
+    is_whole = all(x.is_integer() for line in lines for x, _ in line.points)  # rounds
+    parts = [*_grid(x_scale, y_scale, axes, is_whole), *(_reference(i, r.y, y_scale) for i, r in enumerate(references))]
     if axes.diagonal:
-        parts.append(_path([(x_scale(x), y_scale(x)) for x in _between(x_scale)], class_="reference"))
+        parts.append(_path([(x_scale(x), y_scale(x)) for x in _between(x_scale)], **_dashed(0)))
     series = [_line(i, line, x_scale, y_scale, axes) for i, line in enumerate(lines)]
     parts += series if axes.start is None else _clipped(ident, series)
     label = f"{axes.y_label} by {axes.x_label}: " + "; ".join(f"{line.label} {line.value}".strip() for line in lines)
@@ -123,7 +126,10 @@ def draw(ident: str, lines: Sequence[Line], axes: Axes, references: Sequence[Ref
         "svg", *parts, viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}", role="img", aria_label=label, id=ident, class_="plot"
     )
     legend = element(
-        "ul", *(_legend_entry(line, axes) for line in lines), *map(_reference_entry, references), class_="legend"
+        "ul",
+        *(_legend_entry(line, axes) for line in lines),
+        *map(_reference_entry, range(len(references)), references),
+        class_="legend",
     )
     data: dict[str, Any] = {
         "x": [x_scale.low, x_scale.high, x_scale.start, x_scale.end, x_scale.log],
@@ -239,13 +245,14 @@ def _between(scale: _Scale) -> list[float]:
     return [scale.low * (scale.high / scale.low) ** (i / 40) for i in range(41)]
 
 
-def _grid(x_scale: _Scale, y_scale: _Scale, axes: Axes) -> list[Html]:
+def _grid(x_scale: _Scale, y_scale: _Scale, axes: Axes, is_whole: bool) -> list[Html]:
     parts = []
     for tick in _ticks(y_scale):
         y = y_scale(tick)
         parts.append(_void("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
         parts.append(element("text", _number(tick), x=LEFT - 6, y=y + 4, text_anchor="end"))
-    places = list(enumerate(axes.places)) if axes.places else [(tick, _number(tick)) for tick in _ticks(x_scale)]
+    ticks = [tick for tick in _ticks(x_scale) if not is_whole or axes.x_log or tick == round(tick)]
+    places = list(enumerate(axes.places)) if axes.places else [(tick, _number(tick)) for tick in ticks]
     shown = max(1, math.ceil(len(places) * max((len(label) for _, label in places), default=1) / 64))
     for place, label in places[::shown]:
         x = x_scale(place)
@@ -271,9 +278,13 @@ def _path(points: Iterable[tuple[float, float]], **attributes: object) -> Html:
     return element("path", d="M" + "L".join(f"{x:g} {y:g}" for x, y in points), **attributes)
 
 
-def _reference(reference: Reference, y_scale: _Scale) -> Html:
-    y = y_scale(reference.y)
-    return _path([(LEFT, y), (WIDTH - RIGHT, y)], class_="reference")
+def _reference(number: int, value: float, y_scale: _Scale) -> Html:
+    y = y_scale(value)
+    return _path([(LEFT, y), (WIDTH - RIGHT, y)], **_dashed(number))
+
+
+def _dashed(number: int) -> dict[str, str]:
+    return {"class_": "reference", "stroke_dasharray": REFERENCE_DASHES[number % len(REFERENCE_DASHES)]}
 
 
 def _line(number: int, line: Line, x_scale: _Scale, y_scale: _Scale, axes: Axes) -> Html:
@@ -315,9 +326,11 @@ def _legend_entry(line: Line, axes: Axes) -> Html:
     )
 
 
-def _reference_entry(reference: Reference) -> Html:
-    line = element("svg", element("path", d="M1 6L25 6", class_="reference"), viewBox="0 0 26 12", class_="swatch")
-    return element("li", line, element("bdi", reference.label), class_="entry")
+def _reference_entry(number: int, reference: Reference) -> Html:
+    line = element("path", d="M1 6L25 6", **_dashed(number))
+    piece = element("svg", line, viewBox="0 0 26 12", class_="swatch", aria_hidden="true")
+    value = element("b", reference.value) if reference.value else ""
+    return element("li", piece, element("bdi", reference.label), value, class_="entry")
 
 
 def empty(words: Content) -> Html:

@@ -87,6 +87,24 @@ def test_ledger_page_has_the_standing(tmp_path):
     assert "open: ε ∞ spent" in page
 
 
+@pytest.mark.parametrize(
+    ("later", "unit"),
+    [
+        (datetime.timedelta(seconds=40), "minutes"),
+        (datetime.timedelta(hours=5), "hours"),
+        (datetime.timedelta(days=9), "days"),
+    ],
+)
+def test_ledger_page_has_a_unit_of_time_and_goes_on_until_now(tmp_path, later, unit):
+    with Ledger(write_ledger(tmp_path / "a.ledger"), read_only=True) as ledger:
+        start = spending(ledger, "strict", 1e-4)[0].time
+        page = ledger_page(ledger, 1e-4, start + later)
+    assert f"{unit} since the first run" in page
+    [text] = re.findall(r'id="data">(.*?)</script>', page)
+    [line] = json.loads(text)["charts"]["spending-1"]["lines"]
+    assert line["p"][-1][0] == pytest.approx(later / datetime.timedelta(**{unit: 1}), rel=1e-3)
+
+
 def test_page_of_an_experiment_is_about_fedhdp_in_the_colours_of_algorithms(tmp_path):
     variants = (*VARIANTS, Variant("Local only", "local_only"))
     experiment = replace(tiny(), variants=variants, noise_seed=None)

@@ -68,6 +68,12 @@ def test_head_marks_what_was_measured_on_clients(tmp_path):
     assert 'class="mark clients"' in re.findall(r'<p class="headline">(.*?)</p>', run_page([clients]))[0]
 
 
+def test_titles_name_a_row_once(tmp_path):
+    page = run_page([write_page_run(tmp_path / "run", variants=VARIANTS[1:2])])  # the main row is the rival too
+    [title] = re.findall(r"<h3>Server&#x27;s test set: (.*?)</h3>", page)
+    assert title.count("DP-FedAvg") == 1
+
+
 def test_public_page_keeps_what_epsilon_covers(tmp_path):
     page = run_page([write_page_run(tmp_path / "run")], public=True)
     charts = embedded(page)["charts"]
@@ -180,9 +186,19 @@ def test_intervals_of_a_rate_end_at_0_and_100_percent(tmp_path):
 
 def test_published_numbers_are_lines(tmp_path):
     run = write_page_run(tmp_path / "run")
-    path = write_run_page([run], tmp_path / "page.html", published=[("paper: FedHDP", 93.5)])
-    server = path.read_text().partition('id="server"')[2]
-    assert "paper: FedHDP" in server[:20_000]
+    path = write_run_page([run], tmp_path / "page.html", published=[("paper: FedHDP", 93.5), ("paper: DP", 88.3)])
+    server = path.read_text().partition('id="server"')[2].partition("</figure>")[0]
+    assert "paper: FedHDP</bdi><b>93.5%</b>" in server
+    dashes = re.findall(r'class="reference" stroke-dasharray="([^"]+)"', server)
+    assert len(dashes) == 4  # in the chart and in its legend
+    assert len(set(dashes)) == 2
+
+
+def test_rounds_are_whole_numbers_on_an_axis(tmp_path):
+    page = run_page([write_page_run(tmp_path / "run", rounds=3, every=3)])  # one evaluation
+    [chart] = re.findall(r'<svg[^>]*id="server".*?</svg>', page)
+    labels = re.findall(r'text-anchor="(?:middle|end)">([^<]+)</text>', chart.partition('class="tick"')[2])
+    assert labels == ["3"]
 
 
 def test_run_under_way_has_a_page(tmp_path):

@@ -45,7 +45,9 @@ def _sweep_panel(study: Study, charts: Charts, lines: Lines, owner: str, model: 
     numbers = sorted({point.x for line in curves for point in line.points if is_number(point.x)})
     if len(numbers) < 2:
         return None
-    shown = [_sweep_line(study, line, numbers, i) for i, line in enumerate(series)]
+    algorithms = [line.algorithm for line in series]
+    dashes = [algorithms[:i].count(algorithm) for i, algorithm in enumerate(algorithms)]
+    shown = [_sweep_line(study, line, numbers, i)._replace(dash=dashes[i]) for i, line in enumerate(series)]
     group, _, key = lines.x.removeprefix("mechanism.groups.").rpartition(".")
     axes = Axes(
         f"{SWEPT[key]} of {short(group, 30)}",
@@ -72,9 +74,8 @@ def _sweep_line(study: Study, series: Series, numbers: Sequence[float], number: 
         [point] = series.points
         points = [(float(x), study.scaled(point.mean)) for x in range(len(numbers))]
         halves = [study.scaled(point.half_interval or 0.0)] * len(numbers)
-    dash = number if len(series.points) > 1 else 0
     value = study.format_scaled(max(y for _, y in points)) if points else ""
-    return Line(series.label, style, (-1 - number, -1 - number), points, halves, dash, value)
+    return Line(series.label, style, (-1 - number, -1 - number), points, halves, value=value)
 
 
 def table_section(study: Study, notes: Html) -> Section:

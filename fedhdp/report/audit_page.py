@@ -68,9 +68,10 @@ def _curve_panel(charts: Charts, number: int, group: GroupAudit) -> Panel:
         Line("what the attack found", "c-fedhdp", (1, 1), measured, value=f"AUC {attack.auc:.3f}"),
     ]
     figure = charts.add(f"attack-{number}", lines, ATTACK_AXES, unit="canaries found, %")
-    verdict = "stays below what the claim allows" if attack.holds else "is above what the claim allows"
+    verdict = "does not refute the claim" if attack.holds else "refutes the claim"
     title = join([name(short(group.name)), f": the attack {verdict}"])
-    words = f"{attack.with_canary:,} scores with a canary, {attack.without_canary:,} without. Dashed: guessing."
+    words = f"{attack.with_canary:,} scores with a canary, {attack.without_canary:,} without: by chance so few may lie above"
+    words += " the claim. The bounds below count that in. Dashed: guessing."
     return Panel(title, join([figure, caption(words)]))
 
 

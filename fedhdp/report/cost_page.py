@@ -230,9 +230,8 @@ def _group_curves(
     for number, report in enumerate(reports):
         for of_group in (g for g in report.groups if g.group == group):
             curve = attack_curve([_cost(of_group)], accountant)
-            label = "; ".join(map(isolated, report.variants))
-            style = style_of(algorithms[report.variants[-1]])
-            lines.append(curve_line(curve, label, style, (number, number), dash=0))
+            for variant in report.variants:  # lines with the same points are drawn as one
+                lines.append(curve_line(curve, variant, style_of(algorithms[variant]), (number, number)))
             sentences[report is main] = found_sentence(group, curve)
     return _curves_panel(charts, sentences.get(True) or sentences[False], lines)
 

@@ -153,13 +153,27 @@ def test_hostile_group_is_text_in_a_ledgers_page(tmp_path):
     assert page.count("<script") == 2
 
 
+def test_hostile_names_are_text_before_anything_is_run(tmp_path):
+    file, name = tmp_path / "hostile.toml", json.dumps(HOSTILE[0])
+    file.write_text(TINY.read_text().replace('"private"', name).replace('"tiny"', name).replace('"FedHDP"', name))
+    level = HOSTILE[1].replace(":", " ")
+    for arguments in (("account", file), ("plan", "--level", f"{level}:inf:5%", "--level", f"{HOSTILE[3]}:2:95%")):
+        arguments = [str(argument).replace("\u202e", "") for argument in arguments]  # no group has it in its name
+        assert command(*arguments, "--report", tmp_path / "page.html").code == 0
+        page = (tmp_path / "page.html").read_text()
+        assert page.count("<script") == 2
+        assert "</script><b>" not in page
+
+
 @pytest.mark.slow
 def test_audit_page_has_every_verdict(tmp_path):
-    page = tmp_path / "audit.html"
-    done = command("audit", TINY, "--canaries", 15, "--runs", 2, "--json", "--report", page)
+    page, file, name = tmp_path / "audit.html", tmp_path / "hostile.toml", json.dumps(HOSTILE[0])
+    file.write_text(TINY.read_text().replace('"private"', name).replace('"tiny"', name))
+    done = command("audit", file, "--canaries", 15, "--runs", 2, "--json", "--report", page)
     document = json.loads(done.stdout)
     text = page.read_text()
     assert text.count("✓") > 0
+    assert text.count("<script") == 2
     assert len(re.findall(r">(?:found|NOT FOUND|too few)</td>", text)) == 1  # of the group without noise
     for group in document["groups"]:
         assert f"AUC {group['unknown_coins']['auc']:.3f}" in text

@@ -97,15 +97,16 @@ def table_section(study: Study, notes: Html) -> Section:
     uncovered = caption(study.uncovered_words) if not study.public and study.uncovered_words else ""
     body = join([shown, notes, uncovered, foot, copyable(copies)])
     words = study.metric_words.capitalize() + (" in %" if study.metric.percent else "")
-    legend = f"{words}. Press a column's name to sort."
+    legend = f"{words}."
     if private:
         legend = (
             f"{words}, variance across clients in parentheses. Acc_g: the server's test set; g and l: clients' own "
         )
-        legend += "data, with the global and with personal models. Press a column's name to sort."
+        legend += "data, with the global and with personal models."
+    lead = join([legend, element("span", "Press a column's name to sort.", class_="js")], " ")
     is_mixed = private or study.server_disclosure != "public"
     return Section(
-        "table", "The table", legend, [Panel("All variants", body, "mixed" if is_mixed else "public", wide=True)]
+        "table", "The table", lead, [Panel("All variants", body, "mixed" if is_mixed else "public", wide=True)]
     )
 
 

@@ -131,6 +131,7 @@ def test_page_is_readable_without_a_script(open_page, seeds_page):
         assert tab.page.locator("#server .line").first.is_visible()
         assert tab.page.locator("#table tbody tr").count() == 4
         assert not tab.page.locator("button.copy").first.is_visible()
+        assert not tab.page.get_by_text("Press a column's name to sort.").is_visible()
         tab.page.locator("#show-1").uncheck()  # a rule of the style hides, not the script
         assert not tab.page.locator("#server .v1").is_visible()
         tab.page.locator("#table summary").first.click()

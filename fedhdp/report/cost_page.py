@@ -26,7 +26,15 @@ from fedhdp.report.html import (
     table,
     with_isolated,
 )
-from fedhdp.report.privacy import ATTACK_AXES, ATTACKER, TRUST, curve_line, format_mu, found_sentence
+from fedhdp.report.privacy import (
+    ATTACK_AXES,
+    ATTACKER,
+    TRUST,
+    curve_line,
+    format_mu,
+    format_noise,
+    found_sentence,
+)
 from fedhdp.theory.planning import ErrorEstimate, Plan, describe_gain
 
 ALGORITHMS = {
@@ -194,7 +202,7 @@ def mechanisms_page(
             numbers = [
                 f"{group.clients:,}",
                 f"{group.sampling_rate:g}",
-                f"{group.noise_multiplier:.4g}",
+                format_noise(group.noise_multiplier),
                 f"{group.rounds:,}",
             ]
             rows.append([label, name(group.group), *numbers, f"{group.delta:g}", asked, format_epsilon(group.epsilon)])
@@ -205,7 +213,7 @@ def mechanisms_page(
     cards = [_epsilon_card(g.group, g.epsilon, [_cost(g)], accountant, f"δ {g.delta:g}") for g in groups]
     names = dict.fromkeys(group.group for report in reports for group in report.groups)
     panels = [_group_curves(charts, group, reports, main, algorithms, accountant) for group in names]
-    basis = f"{groups[0].adjacency}; {accountant.upper()} accountant. z is the smallest of all rounds."
+    basis = f"Neighbours: {groups[0].adjacency}; {accountant.upper()} accountant. z is the smallest of all rounds."
     numbers_panel = Panel("Numbers", join([table(header, rows, texts=2), caption(basis, *notes)]), wide=True)
     sections = [Section("promise", "What would be promised", TRUST, [*panels, numbers_panel])]
     lead = "; ".join(f"{isolated(g.group)}: ε {format_epsilon(g.epsilon, 2)}" for g in groups)
@@ -251,7 +259,7 @@ def levels_page(title: str, reports: Sequence[LevelReport], rounds: int, samplin
             [
                 name(r.level),
                 f"{r.sampling_rate:g}",
-                f"{r.noise_multiplier:.4g}",
+                format_noise(r.noise_multiplier),
                 "theory's" if r.weight is None else f"{r.weight:g}",
                 f"{r.delta:g}",
                 *known,

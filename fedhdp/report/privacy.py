@@ -55,6 +55,11 @@ def format_mu(curve: AttackCurve | None) -> str:
     return "–" if curve is None else format_epsilon(curve.mu, 2)
 
 
+def format_noise(multiplier: float) -> str:
+    """A noise multiplier; infinite for clients whose updates are not used."""
+    return "∞" if multiplier == math.inf else f"{multiplier:.4g}"
+
+
 def found_sentence(group: str, curve: AttackCurve) -> str:
     """What a curve means for a reader; an empty group is the clients that the page is about."""
     if curve.found_at_one_percent >= 1:
@@ -113,7 +118,7 @@ def _number_cells(row: Row, result: GroupResult) -> tuple[Content, ...]:
         result.name,
         f"{result.clients:,}" if result.clients else "–",
         f"{result.sampling_rate:g}",
-        "∞" if z == math.inf else f"{z:.4g}",
+        format_noise(z),
         f"{result.rounds:,}",
         "–" if result.delta is None else f"{result.delta:g}",
         asked,

@@ -261,10 +261,15 @@ def read_study(directories: Iterable[Path], public: bool = False) -> Study:
 
 
 def _labels(runs: Sequence[RepeatedRun]) -> list[str]:
-    """Names of runs without the folders that they share: a page that is mailed does not say where they lay."""
-    paths = [Path(run.label).absolute() for run in runs]
+    """Names of runs without the folders that they share."""
+    return [re.sub(r"^seed-\d+/", "", name) for name in without_shared_folders([Path(run.label) for run in runs])]
+
+
+def without_shared_folders(directories: Sequence[Path]) -> list[str]:
+    """Directories without the folders that they share: a page that is mailed does not say where they lay."""
+    paths = [path.absolute() for path in directories]
     shared = Path(os.path.commonpath([path.parent for path in paths]))
-    return [re.sub(r"^seed-\d+/", "", path.relative_to(shared).as_posix()) for path in paths]
+    return [path.relative_to(shared).as_posix() for path in paths]
 
 
 def _style(algorithms: Sequence[str], number: int) -> tuple[str, int]:

@@ -68,6 +68,16 @@ def test_head_marks_what_was_measured_on_clients(tmp_path):
     assert 'class="mark clients"' in re.findall(r'<p class="headline">(.*?)</p>', run_page([clients]))[0]
 
 
+def test_provenance_tells_runs_apart_and_not_where_they_lay(tmp_path):
+    runs = [write_page_run(tmp_path / name / "run", seed=seed) for seed, name in enumerate("abcde")]
+    two, five = run_page(runs[:2]), run_page(runs)
+    codes = [f"<code>fedhdp run {name}/run/experiment.toml</code>" for name in "ab"]
+    assert "; ".join(codes) in two
+    assert f"{'; '.join(codes)}; and 3 more" in five
+    assert str(tmp_path) not in five
+    assert "<code>make table</code>" in run_page(runs, commands=["make table"])
+
+
 def test_titles_name_a_row_once(tmp_path):
     page = run_page([write_page_run(tmp_path / "run", variants=VARIANTS[1:2])])  # the main row is the rival too
     [title] = re.findall(r"<h3>Server&#x27;s test set: (.*?)</h3>", page)

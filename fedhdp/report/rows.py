@@ -18,6 +18,7 @@ from fedhdp.errors import FedHDPError
 from fedhdp.mechanism import SERVER, Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import Accountant, compose, is_accounting_installed
 from fedhdp.privacy.costs import PrivacyCost, privacy_cost
+from fedhdp.report.charts import DASHES
 from fedhdp.report.html import Disclosure, short, style_of, with_isolated
 from fedhdp.report.live import results_so_far
 from fedhdp.results.disclosure import groups_with_noise, is_covered, publishable
@@ -29,6 +30,7 @@ from fedhdp.results.stored import RepeatedRun, StoredVariant, read_runs
 MODELS = {"global": "global model", "personal": "personal models"}
 REPEATED = ("dp_fedavg", "non_private", "local_only", "gdpfed")  # algorithms that also change clip or noise, in one way
 SHARES_NOISE = ("idp_scale", "idp_sample")
+PALER = 2  # times that dashes begin again, each paler
 SAME = 1e-6  # relative difference up to which two epsilons are the same
 
 
@@ -273,11 +275,13 @@ def without_shared_folders(directories: Sequence[Path]) -> list[str]:
 
 
 def _style(algorithms: Sequence[str], number: int) -> tuple[str, int]:
-    """The class of a row's colour, and its dashes, which tell lines of one algorithm apart."""
+    """The class of a row's colour, and its dashes, which tell lines of one algorithm apart; further ones are paler."""
     algorithm = algorithms[number]
     dash = algorithms[:number].count(algorithm)
     others = [name for name in dict.fromkeys(algorithms) if name not in COLOURS]
-    return style_of(algorithm, others.index(algorithm) if algorithm in others else 0), dash
+    style = style_of(algorithm, others.index(algorithm) if algorithm in others else 0)
+    paler = min(dash // len(DASHES), PALER)
+    return f"{style} paler-{paler}" if paler else style, dash
 
 
 def mechanism_of(result: VariantResult, raw: dict[str, Any]) -> Mechanism | None:

@@ -19,6 +19,7 @@ from fedhdp.mechanism import SERVER
 from fedhdp.privacy.accounting import compose, format_epsilon
 from fedhdp.privacy.attack import attack_curve
 from fedhdp.privacy.costs import privacy_cost
+from fedhdp.report.charts import DASHES
 from fedhdp.report.rows import read_study
 from fedhdp.report.run_page import run_page, write_run_page
 from fedhdp.results import VariantDirectory, read_value, write_value
@@ -76,6 +77,13 @@ def test_provenance_tells_runs_apart_and_not_where_they_lay(tmp_path):
     assert f"{'; '.join(codes)}; and 3 more" in five
     assert str(tmp_path) not in five
     assert "<code>make table</code>" in run_page(runs, commands=["make table"])
+
+
+def test_lines_of_one_algorithm_differ(tmp_path):
+    variants = tuple(Variant(f"FedHDP {number}") for number in range(10))
+    rows = read_study([write_page_run(tmp_path / "run", variants=variants)]).rows
+    assert {row.style.partition(" ")[0] for row in rows} == {"c-fedhdp"}
+    assert len({(row.style, row.dash % len(DASHES)) for row in rows}) == len(rows)
 
 
 def test_titles_name_a_row_once(tmp_path):

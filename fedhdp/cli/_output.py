@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 
-class _SafeConsole(Console):
+class SafeConsole(Console):
     """A console that shows the control characters of names, and obeys none."""
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -41,12 +41,12 @@ def visible(text: str) -> str:
 def console(width: int = 100) -> Console:
     """Standard output for people, of this width where it is no terminal."""
     terminal = sys.stdout.isatty()
-    return _SafeConsole(width=None if terminal else width, highlight=False, markup=False, emoji=False)
+    return SafeConsole(width=None if terminal else width, highlight=False, markup=False, emoji=False)
 
 
 def error_console() -> Console:
     """Standard error for people, where everything goes that is no result."""
-    return _SafeConsole(stderr=True, highlight=False, markup=False, emoji=False)
+    return SafeConsole(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def epsilon_text(epsilon: float | None, otherwise: str = "–") -> str:

@@ -6,12 +6,14 @@ matrix products.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import work as w
 
+NOTE_LETTERS = 100  # of a line below the bars, which fits beside the longest names
 OURS = ("fedhdp", "fedhdp-user", "fedhdp+personal")
 
 
@@ -116,7 +118,7 @@ def _bars(ax: Any, result: dict[str, Any]) -> None:
             style = {"color": COLOURS["fedhdp"]}
         ax.barh(place, each["median"], 0.7, **style)
         ax.plot([each["min"], each["max"]], [place + 0.42] * 2, color="grey", linewidth=3)
-        ax.plot(at_peak, place, "D", color="tab:orange", markeredgecolor="black", markersize=7, zorder=3)
+        ax.plot(at_peak, place, "D", color="black", markeredgecolor="white", markersize=7.5, zorder=3)
         written = {"va": "center", "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}, "zorder": 2}
         ax.text(max(each["median"], each["max"], 1.2 * at_peak) * 1.15, place, f"{each['median']:.3g} s", **written)
     ax.set_yticks(range(len(names)), [f"{name}\n({measured[name]['setting']})" for name in names], fontsize=8)
@@ -124,10 +126,8 @@ def _bars(ax: Any, result: dict[str, Any]) -> None:
     ax.set_xscale("log")
     ends = [(floor(result, peer), peer["seconds"], peer["spread"]["max"]) for peer in measured.values()]
     ax.set_xlim(min(map(min, ends), default=0.1) / 2, max(map(max, ends), default=1) * 5)
-    ax.set_xlabel(
-        "seconds a round, log scale: bar: median; grey: shortest to longest\n" + _floor_note(result, measured)
-    )
-    ax.xaxis.label.set_fontsize(9)
+    notes = ("seconds a round, log scale; bar: median, grey: shortest to longest", *_floor_notes(result, measured))
+    ax.set_xlabel("\n".join(textwrap.fill(note, NOTE_LETTERS) for note in notes), fontsize=9)
     ax.set_title(f"{title(result)}\n{w.WORKS[result['work']['name']].title}, on {result['machine']['cores']} CPU cores")
 
 
@@ -143,16 +143,13 @@ def title(result: dict[str, Any]) -> str:
     return f"fedhdp takes {ours:.2g} s a round, its peers {times} times as long"
 
 
-def _floor_note(result: dict[str, Any], measured: dict[str, Any]) -> str:
+def _floor_notes(result: dict[str, Any], measured: dict[str, Any]) -> list[str]:
     """What the diamonds are, and why a bar may end before its own."""
-    note = f"◆ the operations of plain gradient descent at {result['gemm_gflops']:.0f} GFLOP/s,"
-    note += " the fastest matrix products of this machine"
+    rate = f"{result['gemm_gflops']:.0f} GFLOP/s, this machine's fastest matrix products"
+    notes = [f"◆ the operations of plain gradient descent at {rate}"]
     shorter = [name for name, peer in measured.items() if peer["seconds"] < floor(result, peer)]
-    if shorter:
-        note += (
-            f"\n{' and '.join(shorter)}: less time than ◆, because the same result is computed with fewer operations"
-        )
-    return note
+    reason = "the same result from fewer operations"
+    return [*notes, f"less time than ◆ ({', '.join(shorter)}): {reason}"] if shorter else notes
 
 
 def _lines(ax: Any, result: dict[str, Any], along: str, label: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import tiny_data
@@ -43,3 +44,18 @@ def _compiler(request):
 def data() -> FederatedData:
     """Nineteen clients, from one example each to thirteen."""
     return tiny_data([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 4, 4, 9, 1, 6])
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list:
+    """The figures of matplotlib that a test saves, in the resolution of their files: letters have whole pixels."""
+    kind = pytest.importorskip("matplotlib.figure").Figure
+    saved, save = [], kind.savefig
+
+    def keep(figure: Any, *args: Any, **options: Any) -> None:
+        save(figure, *args, **options)
+        figure.set_dpi(options.get("dpi", figure.dpi))
+        saved.append(figure)
+
+    monkeypatch.setattr(kind, "savefig", keep)
+    return saved

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from figure_checks import overhang
 
 from fedhdp.models import cnn
 
@@ -155,6 +156,28 @@ def test_title_says_what_is_seen(modules):
     title = "fedhdp takes 0.5 s a round, its peers 2.0 to 16 times as long"
     assert show.title({"seconds_per_round": seconds}) == title
     assert "less is better" in show.title({"seconds_per_round": {"fedhdp": 0.5, "torch": None}})
+
+
+def test_figure_explains_bars_that_are_shorter_than_their_floor(modules, tmp_path, drawn):
+    _, show, w = modules
+    work = w.Work()
+    flops = w.flops(work, models=1)
+    times = {"fedhdp": 0.008, "fedhdp-user": 0.009, "fedhdp+personal": 0.02, "torch": 0.8, "flower": 2.1}
+    peers = {
+        name: {
+            "seconds": seconds,
+            "setting": "2 threads, channels last",
+            "flops": flops,
+            "spread": {"median": seconds, "min": 0.9 * seconds, "max": 1.8 * seconds},
+        }
+        for name, seconds in times.items()
+    }
+    result = {"work": w.as_dict(work), "seconds_per_round": times, "peers": peers, "sweeps": []}
+    show.figure(result | {"gemm_gflops": 421.0, "machine": {"cores": 2}}, tmp_path / "figure.png")
+    [figure] = drawn
+    below = figure.axes[0].get_xlabel()
+    assert "less time than ◆ (fedhdp, fedhdp-user, fedhdp+personal): the same result from fewer operations" in below
+    assert overhang(figure) == 0.0
 
 
 def test_scaling_is_the_measured_rounds_and_the_page_has_its_table(modules):

@@ -14,7 +14,7 @@ def main(page: Path) -> None:
     """Take the picture of the page's head and its attack curves."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
-        tab = browser.new_page(viewport={"width": 1160, "height": 1330})
+        tab = browser.new_page(viewport={"width": 1160, "height": 1292})
         tab.goto(page.absolute().as_uri())
         tab.screenshot(path=OUT)
         browser.close()

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import sys
+import unicodedata
 from collections.abc import Iterable
+from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
+
+
+class SafeConsole(Console):
+    """A console that shows the control characters of names, and obeys none."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """The text of every string that is printed, in a table too."""
+        return super().render_str(visible(text), **options)
 
 
 def print_json(value: object) -> None:
@@ -18,15 +30,23 @@ def print_json(value: object) -> None:
     sys.stdout.buffer.flush()
 
 
+def visible(text: str) -> str:
+    """A text in which characters that a terminal would obey, or that turn the direction of writing, are escaped."""
+    if text.isprintable():
+        return text
+    obeyed = (c for c in set(text) if unicodedata.category(c).startswith("C") and c != "\n")
+    return text.translate({ord(c): c.encode("unicode_escape").decode() for c in obeyed})
+
+
 def console(width: int = 100) -> Console:
     """Standard output for people, of this width where it is no terminal."""
     terminal = sys.stdout.isatty()
-    return Console(width=None if terminal else width, highlight=False, markup=False, emoji=False)
+    return SafeConsole(width=None if terminal else width, highlight=False, markup=False, emoji=False)
 
 
 def error_console() -> Console:
     """Standard error for people, where everything goes that is no result."""
-    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+    return SafeConsole(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def epsilon_text(epsilon: float | None, otherwise: str = "–") -> str:
@@ -78,7 +98,7 @@ def table_width(table: Table) -> int:
 
 def _width(column: Column) -> int:
     lines = [line for cell in (column.header, *column.cells) for line in str(cell).split("\n")]
-    return max(map(len, lines)) + 2
+    return max(cell_len(visible(line)) for line in lines) + 2
 
 
 def _piece(table: Table, texts: list[Column], numbers: list[Column]) -> Table:

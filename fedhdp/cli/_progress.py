@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TaskID,
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-from fedhdp.cli._output import error_console
+from fedhdp.cli._output import error_console, visible
 
 if TYPE_CHECKING:
     from fedhdp.experiments.batch import Progress
@@ -40,7 +40,7 @@ class _NotedBars(Bars):
         yield from super().get_renderables()
         for task in self.tasks:
             if task.fields.get("note"):
-                yield Text(task.fields["note"], style="dim")
+                yield Text(visible(task.fields["note"]), style="dim")
 
 
 class _Display:

@@ -170,7 +170,8 @@ def _account_experiment(experiment: Experiment, tuning: Tuning | None, json: boo
     if page is not None:
         from fedhdp.report.cost_page import mechanisms_page
 
-        write_file(page, mechanisms_page(cost.experiment, cost.mechanisms, cost.notes), json)
+        algorithms = {variant.name: variant.algorithm for variant in experiment.variants}
+        write_file(page, mechanisms_page(cost.experiment, cost.mechanisms, algorithms, cost.notes), json)
 
 
 def _account_app(deployment: Deployment, json: bool, page: Path | None) -> None:

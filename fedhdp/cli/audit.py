@@ -152,10 +152,7 @@ def _print(report: AuditReport) -> None:
             bounds = [_number(result.lower_bounds.get(method)) for method in METHODS]
             claims = (_number(result.claimed_mu), _claim(result.claimed_epsilon))
             rates = (f"{result.auc:.3f}", f"{result.tpr_at_1_percent_fpr:.3f}")
-            verdict = "holds" if result.holds else "REFUTED"
-            if group.opted_out and attack == "known coins":
-                verdict = {True: "found", False: "NOT FOUND", None: "too few"}[group.found]
-            table.add_row(group.name if number == 0 else "", attack, *claims, *bounds, *rates, verdict)
+            table.add_row(group.name if number == 0 else "", attack, *claims, *bounds, *rates, group.verdict(result))
     print_table(out, table)
     _print_checks(out, report)
     _print_mutants(out, report)

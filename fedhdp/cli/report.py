@@ -96,6 +96,7 @@ def write_page(
     runs: Sequence[Path] = (),
     published: Sequence[tuple[str, float]] = (),
     json: bool = False,
+    commands: Sequence[str] = (),
 ) -> None:
     """Write the page of finished runs into a directory, and print its path as the last line.
 
@@ -104,9 +105,10 @@ def write_page(
         runs: The runs' directories, if they are others.
         published: Names and values of published numbers.
         json: Whether standard output has a JSON document, so that the path goes to standard error.
+        commands: The commands that made the runs, if these are no experiments of their own.
     """
     from fedhdp.report.run_page import write_run_page
     from fedhdp.results.store import REPORT_FILE
 
-    path = write_run_page(runs or [directory], directory / REPORT_FILE, published=published)
+    path = write_run_page(runs or [directory], directory / REPORT_FILE, published=published, commands=commands)
     _print_path(path, json)

@@ -231,11 +231,11 @@ def _run(parts: list[Part], folder: Path, command: str, out: Path | None, errors
 def _write_page(folder: Path, comparison: Comparison, json: bool) -> None:
     """Write the page of the table's runs, where they are there, with the paper's numbers of the global model."""
     from fedhdp.cli.report import write_page
-    from fedhdp.reproduction.runs import run_directories
+    from fedhdp.reproduction.runs import commands_of, run_directories
     from fedhdp.reproduction.summary import paper_accuracies
 
     if directories := run_directories(folder):
-        write_page(folder, directories, paper_accuracies(comparison), json)
+        write_page(folder, directories, paper_accuracies(comparison), json, commands_of(directories))
 
 
 def _print_difference(comparison: Comparison, rows: list[str], column: str) -> None:

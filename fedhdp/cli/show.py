@@ -97,7 +97,10 @@ def print_story(runs: list[RepeatedRun]) -> None:
     header, rows, legend_text = comparison.short_cells(runs)
     out.print()
     out.print(legend_text)
-    print_table(out, _table(header, rows, texts))
+    table = _table(header, rows, texts)
+    if table_width(table) > out.width:
+        table = _table([name.replace(" ", "\n") for name in header], rows, texts)
+    print_table(out, table)
     for line in comparison.notes(runs):
         out.print(line, style="dim")
 

@@ -60,18 +60,18 @@ def _curve_panel(charts: Charts, number: int, group: GroupAudit) -> Panel:
     lines = [
         Line(
             "what the claim allows",
-            "c-dp-fedavg",
+            "c-claim",
             (0, 0),
             allowed,
-            dash=1,
             value=f"ε {format_epsilon(group.claimed_epsilon, 2)}",
         ),
         Line("what the attack found", "c-fedhdp", (1, 1), measured, value=f"AUC {attack.auc:.3f}"),
     ]
     figure = charts.add(f"attack-{number}", lines, ATTACK_AXES, unit="canaries found, %")
-    verdict = "stays below what the claim allows" if attack.holds else "is above what the claim allows"
+    verdict = "does not refute the claim" if attack.holds else "refutes the claim"
     title = join([name(short(group.name)), f": the attack {verdict}"])
-    words = f"{attack.with_canary:,} scores with a canary, {attack.without_canary:,} without. Dashed: guessing."
+    words = f"{attack.with_canary:,} scores with a canary, {attack.without_canary:,} without: by chance so few may lie above"
+    words += " the claim. The bounds below count that in. Dashed: guessing."
     return Panel(title, join([figure, caption(words)]))
 
 
@@ -106,7 +106,7 @@ def _attacks(report: AuditReport) -> Html:
                 claims = [format_epsilon(attack.claimed_epsilon), _number(attack.claimed_mu)]
                 rates = [f"{attack.auc:.3f}", f"{attack.tpr_at_1_percent_fpr:.3f}"]
                 words = kind.replace("_", " ")
-                rows.append([name(group.name), words, *claims, *bounds, *rates, "holds" if attack.holds else "REFUTED"])
+                rows.append([name(group.name), words, *claims, *bounds, *rates, group.verdict(attack)])
     words = "unknown coins: all rounds, who was sampled is secret. known coins: one round whose cohort is known. clip bits: "
     words += "those of one round."
     return join([table(header, rows, texts=2), caption(words)])

@@ -9,12 +9,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from fedhdp.report.html import Content, Html, element, join, text, variants_class
+from fedhdp.report.html import Content, Html, element, isolated, join, text, variants_class
 
 WIDTH, HEIGHT = 480.0, 280.0
 LEFT, RIGHT, TOP, BOTTOM = 50.0, 12.0, 12.0, 42.0
 POINTS = 250  # of a line, at most
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
+DOT = 3.2  # the radius of a marked point
+REFERENCE_DASHES = ("5 4", "1.5 3.5", "11 3 3 3")
 MARKED = 12  # points of a line, up to which each is marked
 
 
@@ -45,6 +47,7 @@ class Reference(NamedTuple):
 
     label: str
     y: float
+    value: str = ""  # what the legend shows beside the label
 
 
 class Axes(NamedTuple):
@@ -57,6 +60,7 @@ class Axes(NamedTuple):
         places: Names of the places 0, 1, …, where x has no scale.
         y_range: The least and the largest y that are shown at least; None: those of the data.
         fixed: Whether the range is exactly that.
+        limits: The least and the largest y that there can be; intervals end there. None: no limits.
         format: A value of y as text.
         smooth: Whether the script may smooth its lines.
         diagonal: Whether there is a line where y is x.
@@ -70,6 +74,7 @@ class Axes(NamedTuple):
     places: tuple[str, ...] = ()
     y_range: tuple[float, float] | None = None
     fixed: bool = False
+    limits: tuple[float, float] | None = None
     format: Callable[[float], str] = "{:.4g}".format
     smooth: bool = False
     diagonal: bool = False
@@ -110,22 +115,27 @@ def draw(ident: str, lines: Sequence[Line], axes: Axes, references: Sequence[Ref
     """
     lines = [line._replace(**_thinned(line)) for line in merged(lines) if line.points]
     x_scale, y_scale = _scales(lines, axes, references)
-    parts = [*_grid(x_scale, y_scale, axes), *(_reference(reference, y_scale) for reference in references)]
+    is_whole = all(x.is_integer() for line in lines for x, _ in line.points)  # rounds
+    parts = [*_grid(x_scale, y_scale, axes, is_whole), *(_reference(i, r.y, y_scale) for i, r in enumerate(references))]
     if axes.diagonal:
-        parts.append(_path([(x_scale(x), y_scale(x)) for x in _between(x_scale)], class_="reference"))
-    series = [_line(i, line, x_scale, y_scale, axes.joined) for i, line in enumerate(lines)]
+        parts.append(_path([(x_scale(x), y_scale(x)) for x in _between(x_scale)], **_dashed(0)))
+    series = [_line(i, line, x_scale, y_scale, axes) for i, line in enumerate(lines)]
     parts += series if axes.start is None else _clipped(ident, series)
     label = f"{axes.y_label} by {axes.x_label}: " + "; ".join(f"{line.label} {line.value}".strip() for line in lines)
     picture = element(
         "svg", *parts, viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}", role="img", aria_label=label, id=ident, class_="plot"
     )
     legend = element(
-        "ul", *(_legend_entry(line) for line in lines), *map(_reference_entry, references), class_="legend"
+        "ul",
+        *(_legend_entry(line, axes) for line in lines),
+        *map(_reference_entry, range(len(references)), references),
+        class_="legend",
     )
     data: dict[str, Any] = {
         "x": [x_scale.low, x_scale.high, x_scale.start, x_scale.end, x_scale.log],
         "y": [y_scale.low, y_scale.high, y_scale.start, y_scale.end],
         "smooth": axes.smooth,
+        "lim": axes.limits,
         "places": list(axes.places),
         "xl": axes.x_label,
         "lines": [
@@ -144,7 +154,8 @@ def draw(ident: str, lines: Sequence[Line], axes: Axes, references: Sequence[Ref
 
 def _clipped(ident: str, parts: Sequence[Html]) -> list[Html]:
     """What is drawn inside the axes alone."""
-    area = _void("rect", x=LEFT, y=TOP, width=WIDTH - RIGHT - LEFT, height=HEIGHT - BOTTOM - TOP)
+    width, height = WIDTH - RIGHT - LEFT + DOT, HEIGHT - BOTTOM - TOP + DOT  # the last and the highest dot are whole
+    area = _void("rect", x=LEFT, y=TOP - DOT, width=width, height=height)
     return [element("clipPath", area, id=f"{ident}-area"), element("g", *parts, clip_path=f"url(#{ident}-area)")]
 
 
@@ -158,7 +169,8 @@ def merged(lines: Iterable[Line]) -> list[Line]:
 
 def _merged(alike: list[Line]) -> Line:
     names = list(dict.fromkeys(line.label for line in alike))
-    label = ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
+    safe = names if len(names) == 1 else [isolated(name) for name in names]
+    label = "; ".join(safe) if len(names) <= 3 else f"{'; '.join(safe[:2])} and {len(names) - 2} more"
     return alike[-1]._replace(label=label, numbers=tuple(sorted({n for line in alike for n in line.numbers})))
 
 
@@ -180,7 +192,7 @@ def _scales(lines: Sequence[Line], axes: Axes, references: Sequence[Reference]) 
     within = [
         ((x, y), half) for line in lines for (x, y), half in _with_halves(line) if axes.start is None or x >= axes.start
     ]
-    ys = [y + sign * half for (_, y), half in within for sign in (-1, 1)]
+    ys = [_limited(y + sign * half, axes) for (_, y), half in within for sign in (-1, 1)]
     ys += [reference.y for reference in references]
     ys += list(axes.y_range or ())
     low_x, high_x = (-0.5, len(axes.places) - 0.5) if axes.places else (min(xs), max(xs))
@@ -202,6 +214,10 @@ def _with_halves(line: Line) -> list[tuple[tuple[float, float], float]]:
     return list(zip(line.points, line.halves or [0.0] * len(line.points), strict=True))
 
 
+def _limited(value: float, axes: Axes) -> float:
+    return value if axes.limits is None else min(max(value, axes.limits[0]), axes.limits[1])
+
+
 def _step(low: float, high: float, count: int = 5) -> float:
     """A round distance between about so many ticks."""
     rough = (high - low) / count or abs(high) or 1.0
@@ -209,13 +225,18 @@ def _step(low: float, high: float, count: int = 5) -> float:
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
 
 
+def round_numbers(low: float, high: float, count: int = 5) -> list[float]:
+    """About so many round numbers at equal distances."""
+    step = _step(low, high, count)
+    first = math.ceil(low / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
 def _ticks(scale: _Scale) -> list[float]:
     if scale.log:
         powers = range(math.ceil(math.log10(scale.low) - 1e-9), math.floor(math.log10(scale.high) + 1e-9) + 1)
         return [10.0**power for power in powers]
-    step = _step(scale.low, scale.high)
-    first = math.ceil(scale.low / step - 1e-9)
-    return [i * step for i in range(first, math.floor(scale.high / step + 1e-9) + 1)]
+    return round_numbers(scale.low, scale.high)
 
 
 def _between(scale: _Scale) -> list[float]:
@@ -224,13 +245,14 @@ def _between(scale: _Scale) -> list[float]:
     return [scale.low * (scale.high / scale.low) ** (i / 40) for i in range(41)]
 
 
-def _grid(x_scale: _Scale, y_scale: _Scale, axes: Axes) -> list[Html]:
+def _grid(x_scale: _Scale, y_scale: _Scale, axes: Axes, is_whole: bool) -> list[Html]:
     parts = []
     for tick in _ticks(y_scale):
         y = y_scale(tick)
         parts.append(_void("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
         parts.append(element("text", _number(tick), x=LEFT - 6, y=y + 4, text_anchor="end"))
-    places = list(enumerate(axes.places)) if axes.places else [(tick, _number(tick)) for tick in _ticks(x_scale)]
+    ticks = [tick for tick in _ticks(x_scale) if not is_whole or axes.x_log or tick == round(tick)]
+    places = list(enumerate(axes.places)) if axes.places else [(tick, _number(tick)) for tick in ticks]
     shown = max(1, math.ceil(len(places) * max((len(label) for _, label in places), default=1) / 64))
     for place, label in places[::shown]:
         x = x_scale(place)
@@ -256,47 +278,59 @@ def _path(points: Iterable[tuple[float, float]], **attributes: object) -> Html:
     return element("path", d="M" + "L".join(f"{x:g} {y:g}" for x, y in points), **attributes)
 
 
-def _reference(reference: Reference, y_scale: _Scale) -> Html:
-    y = y_scale(reference.y)
-    return _path([(LEFT, y), (WIDTH - RIGHT, y)], class_="reference")
+def _reference(number: int, value: float, y_scale: _Scale) -> Html:
+    y = y_scale(value)
+    return _path([(LEFT, y), (WIDTH - RIGHT, y)], **_dashed(number))
 
 
-def _line(number: int, line: Line, x_scale: _Scale, y_scale: _Scale, joined: bool) -> Html:
+def _dashed(number: int) -> dict[str, str]:
+    return {"class_": "reference", "stroke_dasharray": REFERENCE_DASHES[number % len(REFERENCE_DASHES)]}
+
+
+def _line(number: int, line: Line, x_scale: _Scale, y_scale: _Scale, axes: Axes) -> Html:
     placed = [(x_scale(x), y_scale(y)) for x, y in line.points]
     parts = []
     if any(line.halves):
-        upper = [(x_scale(x), y_scale(y + half)) for (x, y), half in _with_halves(line)]
-        lower = [(x_scale(x), y_scale(y - half)) for (x, y), half in _with_halves(line)]
+        upper = [(x_scale(x), y_scale(_limited(y + half, axes))) for (x, y), half in _with_halves(line)]
+        lower = [(x_scale(x), y_scale(_limited(y - half, axes))) for (x, y), half in _with_halves(line)]
         parts.append(_path([*upper, *lower[::-1]], class_="band"))
     dash = DASHES[line.dash % len(DASHES)] or None
-    if joined:
+    if axes.joined:
         parts.append(_path(placed, class_="line", stroke_dasharray=dash))
-    if len(placed) <= MARKED or not joined:
-        parts += [_void("circle", cx=x, cy=y, r=3.2) for x, y in placed]
+    if len(placed) <= MARKED or not axes.joined:
+        parts += [_void("circle", cx=x, cy=y, r=DOT) for x, y in placed]
     return element("g", *parts, class_=f"series {line.style} {variants_class(line.numbers)}", data_line=number)
 
 
-def swatch(style: str, dash: int = 0) -> Html:
-    """A short piece of a line."""
+def swatch(style: str, dash: int = 0, joined: bool = True) -> Html:
+    """A short piece of a line, or a point."""
     dashes = DASHES[dash % len(DASHES)] or None
     line = element("path", d="M1 6L25 6", class_="line", stroke_dasharray=dashes)
-    return element("svg", line, viewBox="0 0 26 12", class_=f"swatch {style}", aria_hidden="true")
+    return element(
+        "svg",
+        line if joined else _void("circle", cx=13.0, cy=6.0, r=4.0),
+        viewBox="0 0 26 12",
+        class_=f"swatch {style}",
+        aria_hidden="true",
+    )
 
 
-def _legend_entry(line: Line) -> Html:
+def _legend_entry(line: Line, axes: Axes) -> Html:
     value = element("b", line.value) if line.value else ""
     return element(
         "li",
-        swatch(line.style, line.dash),
-        element("bdi", line.label),
+        swatch(line.style, line.dash, axes.joined),
+        element("bdi", line.label, dir="ltr" if "\u2068" in line.label else None),  # several names, each isolated
         value,
         class_=f"entry {variants_class(line.numbers)}",
     )
 
 
-def _reference_entry(reference: Reference) -> Html:
-    line = element("svg", element("path", d="M1 6L25 6", class_="reference"), viewBox="0 0 26 12", class_="swatch")
-    return element("li", line, element("bdi", reference.label), class_="entry")
+def _reference_entry(number: int, reference: Reference) -> Html:
+    line = element("path", d="M1 6L25 6", **_dashed(number))
+    piece = element("svg", line, viewBox="0 0 26 12", class_="swatch", aria_hidden="true")
+    value = element("b", reference.value) if reference.value else ""
+    return element("li", piece, element("bdi", reference.label), value, class_="entry")
 
 
 def empty(words: Content) -> Html:

@@ -8,14 +8,35 @@ from collections.abc import Mapping, Sequence
 from fedhdp.privacy.accounting import Accountant, format_epsilon, pluralize
 from fedhdp.privacy.attack import attack_curve
 from fedhdp.privacy.costs import PrivacyCost, privacy_costs
-from fedhdp.privacy.reports import LevelReport, MechanismReport
+from fedhdp.privacy.reports import GroupReport, LevelReport, MechanismReport
 from fedhdp.privacy.rounds import RoundsReport
 from fedhdp.report.charts import Axes, Charts, Line, Reference, caption
-from fedhdp.report.html import Content, Html, Page, Panel, Section, card, join, name, short, table
-from fedhdp.report.privacy import ATTACK_AXES, ATTACKER, TRUST, curve_line, format_mu, found_sentence
+from fedhdp.report.html import (
+    Content,
+    Html,
+    Page,
+    Panel,
+    Section,
+    card,
+    isolated,
+    join,
+    name,
+    short,
+    style_of,
+    table,
+    with_isolated,
+)
+from fedhdp.report.privacy import (
+    ATTACK_AXES,
+    ATTACKER,
+    TRUST,
+    curve_line,
+    format_mu,
+    format_noise,
+    found_sentence,
+)
 from fedhdp.theory.planning import ErrorEstimate, Plan, describe_gain
 
-STYLES = ("c-fedhdp", "c-dp-fedavg", "c-non-private", "c-hdp-fedavg", "c-local-only", "c-weiavg")
 ALGORITHMS = {
     "fedhdp": ("FedHDP, planned weights", "c-fedhdp"),
     "fedhdp_per_group": ("FedHDP, noise per group", "c-fedhdp"),
@@ -23,6 +44,7 @@ ALGORITHMS = {
     "dp_fedavg": ("DP-FedAvg, strictest for all", "c-dp-fedavg"),
     "non_private": ("non-private", "c-non-private"),
 }
+OWN = "c-fedhdp"
 FOOTER = "Made by fedhdp. This file loads nothing from anywhere."
 
 
@@ -31,17 +53,15 @@ def _render(title: str, lead: Content, cards: Sequence[Html], sections: Sequence
     return Page(f"{title} – fedhdp", name(title), lead, cards, sections, data, FOOTER).render()
 
 
-def _attack_panel(
-    charts: Charts, group: str, costs: Mapping[str, tuple[PrivacyCost, ...]], accountant: Accountant
-) -> Panel:
-    """The attack curves of one group under one or several mechanisms, by their names."""
-    curves = {label: attack_curve(of, accountant) for label, of in costs.items()}
-    lines = [
-        curve_line(curve, label, STYLES[i % len(STYLES)], (i, i)) for i, (label, curve) in enumerate(curves.items())
-    ]
+def _attack_panel(charts: Charts, group: str, cost: PrivacyCost, accountant: Accountant) -> Panel:
+    """The attack curve of one group."""
+    curve = attack_curve([cost], accountant)
+    return _curves_panel(charts, found_sentence(group, curve), [curve_line(curve, "all rounds", OWN, (0, 0))])
+
+
+def _curves_panel(charts: Charts, title: str, lines: Sequence[Line]) -> Panel:
     figure = charts.add(f"attack-{len(charts.data)}", lines, ATTACK_AXES, unit="clients found, %, at most")
-    sentence = found_sentence(group, next(iter(curves.values())))
-    return Panel(sentence, join([figure, caption(ATTACKER, "Dashed: guessing.")]))
+    return Panel(title, join([figure, caption(ATTACKER, "Dashed: guessing.")]))
 
 
 def _epsilon_card(
@@ -67,7 +87,7 @@ def plan_page(plans: Mapping[str, Plan]) -> str:
         for key, plan in plans.items() for level in plan.levels
     ]  # fmt: skip
     panels = [
-        _attack_panel(charts, level.name, {"all rounds": (costs[key][level.name],)}, plan.accountant)
+        _attack_panel(charts, _title(level.name, key, len(plans)), costs[key][level.name], plan.accountant)
         for key, plan in plans.items()
         for level in plan.levels
     ]
@@ -87,7 +107,18 @@ def plan_page(plans: Mapping[str, Plan]) -> str:
         ),
     ]
     heading = f"plan: {first.clients:,} clients, cohort {first.cohort:g}, {pluralize(first.rounds)}"
-    return _render(heading, describe_gain(first), cards, sections, charts)
+    return _render(heading, _plan_lead(plans), cards, sections, charts)
+
+
+def _plan_lead(plans: Mapping[str, Plan]) -> str:
+    """What the levels gain; of several sets, the error of each."""
+    if len(plans) == 1:
+        [plan] = plans.values()
+        return with_isolated(describe_gain(plan), [level.name for level in plan.levels])
+    errors = {key: plan.error_estimates["fedhdp"].error for key, plan in plans.items()}
+    ordered = sorted(errors, key=lambda key: errors[key])
+    parts = [f"{isolated(key)} {errors[key]:.3g}" for key in ordered]
+    return f"Expected error of the model by set of levels, the least first: {', '.join(parts)}."
 
 
 def _title(words: str, key: str, count: int) -> str:
@@ -152,48 +183,72 @@ def _choices(plan: Plan) -> Html:
     return table(header, rows)
 
 
-def mechanisms_page(title: str, reports: Sequence[MechanismReport], notes: Sequence[str] = ()) -> str:
-    """The page of an experiment's epsilons, before it is run."""
-    charts = Charts()
-    costs: dict[str, dict[str, tuple[PrivacyCost, ...]]] = {}
-    rows: list[list[Content]] = []
+def mechanisms_page(
+    title: str, reports: Sequence[MechanismReport], algorithms: Mapping[str, str], notes: Sequence[str] = ()
+) -> str:
+    """The page of an experiment's epsilons, before it is run.
+
+    Args:
+        title: The experiment.
+        reports: The epsilons of variants.
+        algorithms: The algorithm of each variant.
+        notes: Sentences below the numbers.
+    """
+    charts, rows = Charts(), list[list[Content]]()
     for report in reports:
-        label = ", ".join(report.variants)
+        label = join([name(variant) for variant in report.variants], ", ")
         for group in report.groups:
-            cost = PrivacyCost(group.noise_multiplier, group.sampling_rate, group.sampling, group.rounds)
-            costs.setdefault(group.group, {})[label] = (cost,)
             asked = "–" if group.epsilon_target is None else format_epsilon(group.epsilon_target)
             numbers = [
                 f"{group.clients:,}",
                 f"{group.sampling_rate:g}",
-                f"{group.noise_multiplier:.4g}",
+                format_noise(group.noise_multiplier),
                 f"{group.rounds:,}",
             ]
-            rows.append(
-                [name(label), name(group.group), *numbers, f"{group.delta:g}", asked, format_epsilon(group.epsilon)]
-            )
+            rows.append([label, name(group.group), *numbers, f"{group.delta:g}", asked, format_epsilon(group.epsilon)])
     header = ["variants", "group", "clients", "q", "z", "T", "δ", "ε asked", "ε"]
-    groups = reports[-1].groups
+    main = next((r for r in reversed(reports) if "fedhdp" in map(algorithms.get, r.variants)), reports[-1])
+    groups = main.groups
     accountant: Accountant = "rdp" if groups[0].accountant == "rdp" else "pld"
-    cards = [
-        _epsilon_card(g.group, g.epsilon, costs[g.group][", ".join(reports[-1].variants)], accountant, f"δ {g.delta:g}")
-        for g in groups
-    ]
-    panels = [_attack_panel(charts, group, of, accountant) for group, of in costs.items()]
-    basis = f"{groups[0].adjacency}; {accountant.upper()} accountant. z is the smallest of all rounds."
+    cards = [_epsilon_card(g.group, g.epsilon, [_cost(g)], accountant, f"δ {g.delta:g}") for g in groups]
+    names = dict.fromkeys(group.group for report in reports for group in report.groups)
+    panels = [_group_curves(charts, group, reports, main, algorithms, accountant) for group in names]
+    basis = f"Neighbours: {groups[0].adjacency}; {accountant.upper()} accountant. z is the smallest of all rounds."
     numbers_panel = Panel("Numbers", join([table(header, rows, texts=2), caption(basis, *notes)]), wide=True)
     sections = [Section("promise", "What would be promised", TRUST, [*panels, numbers_panel])]
-    lead = "; ".join(f"{g.group}: ε {format_epsilon(g.epsilon, 2)}" for g in groups)
-    return _render(
-        f"{title}, before it is run", f"{lead} ({', '.join(reports[-1].variants)}).", cards, sections, charts
-    )
+    lead = "; ".join(f"{isolated(g.group)}: ε {format_epsilon(g.epsilon, 2)}" for g in groups)
+    variants = ", ".join(map(isolated, main.variants))
+    return _render(f"{title}, before it is run", f"{lead} ({variants}).", cards, sections, charts)
+
+
+def _cost(group: GroupReport) -> PrivacyCost:
+    return PrivacyCost(group.noise_multiplier, group.sampling_rate, group.sampling, group.rounds)
+
+
+def _group_curves(
+    charts: Charts,
+    group: str,
+    reports: Sequence[MechanismReport],
+    main: MechanismReport,
+    algorithms: Mapping[str, str],
+    accountant: Accountant,
+) -> Panel:
+    """A group's attack curves under all mechanisms; the title is about the main one, if it has the group."""
+    lines, sentences = [], dict[bool, str]()
+    for number, report in enumerate(reports):
+        for of_group in (g for g in report.groups if g.group == group):
+            curve = attack_curve([_cost(of_group)], accountant)
+            for variant in report.variants:  # lines with the same points are drawn as one
+                lines.append(curve_line(curve, variant, style_of(algorithms[variant]), (number, number)))
+            sentences[report is main] = found_sentence(group, curve)
+    return _curves_panel(charts, sentences.get(True) or sentences[False], lines)
 
 
 def levels_page(title: str, reports: Sequence[LevelReport], rounds: int, sampling: str) -> str:
     """The page of a deployment's levels, before it is run."""
     charts = Charts()
     costs = {r.level: (PrivacyCost(r.noise_multiplier, r.sampling_rate, sampling, rounds),) for r in reports}
-    panels = [_attack_panel(charts, r.level, {"all rounds": costs[r.level]}, "rdp") for r in reports]
+    panels = [_attack_panel(charts, r.level, costs[r.level][0], "rdp") for r in reports]
     header = ["level", "q", "z", "weight", "δ", "ε asked", "ε", "budget"]
     rows: list[list[Content]] = []
     for r in reports:
@@ -204,7 +259,7 @@ def levels_page(title: str, reports: Sequence[LevelReport], rounds: int, samplin
             [
                 name(r.level),
                 f"{r.sampling_rate:g}",
-                f"{r.noise_multiplier:.4g}",
+                format_noise(r.noise_multiplier),
                 "theory's" if r.weight is None else f"{r.weight:g}",
                 f"{r.delta:g}",
                 *known,
@@ -220,7 +275,7 @@ def levels_page(title: str, reports: Sequence[LevelReport], rounds: int, samplin
         )
     ]
     cards = [_epsilon_card(r.level, r.epsilon, costs[r.level], "rdp", f"δ {r.delta:g}") for r in reports]
-    lead = "; ".join(f"{r.level}: ε {format_epsilon(r.epsilon, 2)}" for r in reports)
+    lead = "; ".join(f"{isolated(r.level)}: ε {format_epsilon(r.epsilon, 2)}" for r in reports)
     return _render(f"{title}: levels after {pluralize(rounds)}", f"{lead}.", cards, sections, charts)
 
 
@@ -230,11 +285,11 @@ def rounds_page(report: RoundsReport) -> str:
     trainings = report.trainings or 1
     cost = PrivacyCost(report.noise_multiplier, report.sampling_rate, report.sampling, report.rounds * trainings)
     accountant: Accountant = "rdp" if report.accountant == "rdp" else "pld"
-    panels = [_attack_panel(charts, "these", {"all rounds": (cost,)}, accountant)]
+    panels = [_attack_panel(charts, "", cost, accountant)]
     unit = "round" if report.trainings is None else "training"
     points = [(float(point.trainings or point.rounds), point.epsilon) for point in report.curve]
     if points and all(math.isfinite(epsilon) for _, epsilon in points):
-        line = Line("epsilon", STYLES[0], (0, 0), [(0.0, 0.0), *points], value=f"ε {format_epsilon(report.epsilon, 2)}")
+        line = Line("epsilon", OWN, (0, 0), [(0.0, 0.0), *points], value=f"ε {format_epsilon(report.epsilon, 2)}")
         asked = report.target_epsilon
         references = [] if asked is None else [Reference(f"asked for: ε {format_epsilon(asked)}", asked)]
         axes = Axes(unit, "ε", y_range=(0.0, 0.0), format=lambda value: f"ε {format_epsilon(value, 3)}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from fedhdp.report.charts import Axes, Charts, Line, caption
+from fedhdp.report.charts import Axes, Charts, Line, caption, round_numbers
 from fedhdp.report.html import Content, Html, Panel, Section, element, join, name, short, table, variants_class
 from fedhdp.report.rows import MODELS, Point, Row, Study
 from fedhdp.report.training import interval_note
@@ -21,6 +21,7 @@ LEGEND = (
     "○ global model → ● personal models: means over the group's clients. | worst tenth: the mean of the lowest tenth."
 )
 PLACES = ("worst", *map(str, range(2, 10)), "best")
+DOTS_BOX = "0 0 300 26"
 LITTLE = 0.5  # points of gain that are next to nothing
 
 
@@ -67,13 +68,29 @@ def _group_panel(study: Study, group: str, ends: Sequence[End]) -> Panel:
     for end in ends:
         parts.append(element("span", name(end.row.name), class_=variants_class((end.row.number,))))
         parts.append(_dots(study, end, low - margin, high + margin))
+    parts += [element("span", study.unit, class_="unit"), _dots_axis(study, low - margin, high + margin)]
     body = join([element("div", *parts, class_="dots"), caption(LEGEND, _gain_words(study, ends))])
     return Panel(join([name(short(group)), ": ", _title(study, ends)]), body, "clients")
 
 
+def _place(value: float, low: float, high: float) -> float:
+    return round(8 + 224 * (value - low) / (high - low), 1)
+
+
+def _dots_axis(study: Study, low: float, high: float) -> Html:
+    """The axis below the dots, with round numbers."""
+    scaled = (study.scaled(low), study.scaled(high))
+    parts = [element("path", d="M8 1H232", class_="axis")]
+    for tick in round_numbers(*scaled):
+        x = _place(tick, *scaled)
+        parts.append(element("path", d=f"M{x} 1V5", class_="tick"))
+        parts.append(element("text", f"{tick:g}", x=x, y="19", text_anchor="middle"))
+    return element("svg", *parts, viewBox=DOTS_BOX, aria_hidden="true")
+
+
 def _dots(study: Study, end: End, low: float, high: float) -> Html:
-    def x(point: Point) -> str:
-        return f"{8 + 224 * (point.mean - low) / (high - low):.1f}"
+    def x(point: Point) -> float:
+        return _place(point.mean, low, high)
 
     parts = [element("path", d="M8 13H232", class_="grid")]
     if end.of_global and end.of_personal:
@@ -85,9 +102,9 @@ def _dots(study: Study, end: End, low: float, high: float) -> Html:
     if end.of_personal:
         parts.append(element("circle", cx=x(end.of_personal), cy="13", r="5"))
     words = study.format(end.shown.mean) if end.shown else ""
-    parts.append(element("text", words, x="284", y="17.5", text_anchor="end", class_="label"))
+    parts.append(element("text", words, x="298", y="17.5", text_anchor="end", class_="label"))
     classes = f"{end.row.style} {variants_class((end.row.number,))}"
-    return element("svg", *parts, viewBox="0 0 286 26", class_=classes, role="img", aria_label=words)
+    return element("svg", *parts, viewBox=DOTS_BOX, class_=classes, role="img", aria_label=words)
 
 
 def _title(study: Study, ends: Sequence[End]) -> str:
@@ -122,7 +139,13 @@ def _tenths_panel(study: Study, charts: Charts, number: int, group: str) -> list
         return []
     main = next((line for line in lines if study.main.number in line.numbers), lines[-1])
     worst, best = (study.format_scaled(main.points[place][1]) for place in (0, -1))
-    axes = Axes("tenth of the group's clients", study.metric_words, places=PLACES, format=study.format_scaled)
+    axes = Axes(
+        "tenth of the group's clients",
+        study.metric_words,
+        places=PLACES,
+        limits=study.limits,
+        format=study.format_scaled,
+    )
     figure = charts.add(f"tenths-{number}", lines, axes, unit=study.unit)
     words = f", {MODELS[model]}: {worst} in the worst tenth, {best} in the best ({short(main.label, 28)})"
     body = join(

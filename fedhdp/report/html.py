@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import unicodedata
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Literal, NamedTuple
@@ -29,6 +30,10 @@ MARKS: dict[str, tuple[str, str]] = {
         "Marked columns, or the variants that are named, are not covered by an epsilon.",
     ),
 }
+
+
+TURNING = {"R", "AL", "AN", "RLE", "RLO", "LRE", "LRO", "RLI", "LRI", "FSI", "PDF", "PDI"}  # the direction of writing
+ISOLATES = "\u2066\u2067\u2068\u2069"  # with which a name could end its own isolation
 
 
 class Html(str):
@@ -64,8 +69,23 @@ def name(value: str) -> Html:
 
 
 def short(value: str, length: int = 42) -> str:
-    """A name that fits into a heading."""
-    return value if len(value) <= length else f"{value[: length - 1]}…"
+    """A name that fits into a heading, isolated."""
+    return isolated(value if len(value) <= length else f"{value[: length - 1]}…")
+
+
+def isolated(value: str) -> str:
+    """A name for a sentence or a joined label: its direction of writing ends where it does."""
+    if not any(unicodedata.bidirectional(letter) in TURNING for letter in value):
+        return value
+    return f"\u2068{''.join(letter for letter in value if letter not in ISOLATES)}\u2069"
+
+
+def with_isolated(sentence: str, names: Iterable[str]) -> str:
+    """A sentence in which these names are isolated."""
+    for value in names:
+        if (safe := isolated(value)) != value:
+            sentence = sentence.replace(value, safe)
+    return sentence
 
 
 def mark(disclosure: Disclosure) -> Html:
@@ -179,6 +199,11 @@ def _classes(toggles: Sequence[Sequence[int]]) -> str:
         unchecked = "".join(f":has(#show-{i}:not(:checked))" for i in numbers)
         rules.append(f"body{unchecked} .{variants_class(numbers)}{{display:none}}")
     return "".join(rules)
+
+
+def style_of(algorithm: str, other: int = 0) -> str:
+    """The class of an algorithm's colour; ``other`` tells those apart that have none of their own."""
+    return f"c-{algorithm.replace('_', '-')}" if algorithm in COLOURS else f"c-other-{other % len(OTHER_COLOURS)}"
 
 
 def variants_class(numbers: Sequence[int]) -> str:

@@ -7,18 +7,22 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fedhdp.privacy.accounting import format_epsilon, pluralize
+from fedhdp.privacy.accounting import format_epsilon
 from fedhdp.privacy.attack import attack_curve
 from fedhdp.privacy.costs import PrivacyCost
 from fedhdp.privacy.ledger import Ledger, Run
 from fedhdp.privacy.reports import GroupStanding, group_standing, restored_note
 from fedhdp.privacy.spending import PACE_WEEKS, Spending, rounds_per_week, spending, weeks_left
 from fedhdp.report.charts import Axes, Charts, Line, Reference, caption, empty
-from fedhdp.report.html import Content, Html, Page, Panel, Section, card, join, name, short, table
+from fedhdp.report.html import Content, Html, Page, Panel, Section, card, isolated, join, name, short, table
 from fedhdp.report.privacy import ATTACK_AXES, ATTACKER, TRUST, curve_line, format_mu, found_sentence
 
 FOOTER = "Made by fedhdp. This file loads nothing from anywhere."
-DAY = datetime.timedelta(days=1)
+UNITS = {
+    "days": datetime.timedelta(days=1),
+    "hours": datetime.timedelta(hours=1),
+    "minutes": datetime.timedelta(minutes=1),
+}  # of the axis of time: the first of which two have passed
 
 
 class Account(NamedTuple):
@@ -44,7 +48,7 @@ class Account(NamedTuple):
             return "exhausted"
         if rounds is None or rounds == math.inf:
             return "–" if rounds is None else "any number of rounds"
-        return pluralize(int(rounds))
+        return f"{int(rounds):,} round{'' if rounds == 1 else 's'}"
 
     @property
     def lasts(self) -> str:
@@ -53,7 +57,7 @@ class Account(NamedTuple):
             return ""
         if self.weeks == math.inf:
             return "no round in the last four weeks" if self.pace == 0 else "for ever"
-        return f"{self.weeks:.1f} weeks at {self.pace:.3g} rounds a week"
+        return f"{self.weeks:.1f} weeks at {_rate(self.pace)} rounds a week"
 
 
 def ledger_page(ledger: Ledger, delta: float, now: datetime.datetime | None = None) -> str:
@@ -67,15 +71,19 @@ def ledger_page(ledger: Ledger, delta: float, now: datetime.datetime | None = No
     now = now or datetime.datetime.now(datetime.UTC)
     charts, accounts = Charts(), [_account(ledger, group, delta, now) for group in ledger.groups()]
     start = min((account.points[0].time for account in accounts if account.points), default=now)
-    spent = [_spending_panel(charts, number, account, start) for number, account in enumerate(accounts)]
+    unit = next((unit for unit, length in UNITS.items() if now - start >= 2 * length), "minutes")
+    spent = [_spending_panel(charts, number, account, (start, now), unit) for number, account in enumerate(accounts)]
     attacks = [_attack_panel(charts, account) for account in accounts if account.standing.epsilon is not None]
     sections = [
-        Section("spending", "What was spent over time", f"Days since {start:%Y-%m-%d}, over all runs, by RDP.", spent),
+        Section(
+            "spending", "What was spent over time", f"Since {start:%Y-%m-%d %H:%M} UTC, over all runs, by RDP.", spent
+        ),
         Section("promise", "What this means for a client", TRUST, attacks),
         Section("groups", "Groups", "", [Panel("What is left", _groups(accounts), wide=True)]),
         Section("runs", "Runs", "", [Panel("All runs, the oldest first", _runs(ledger.runs()), wide=True)]),
     ]
-    lead = "; ".join(f"{account.standing.group}: {_spent(account)}" for account in accounts) or "Nobody is in it yet"
+    spending_words = [f"{isolated(account.standing.group)}: {_spent(account)}" for account in accounts]
+    lead = "; ".join(spending_words) or "Nobody is in it yet"
     data: dict[str, object] = {"charts": charts.data, "version": ""}
     title = f"{ledger.path.name} on {now:%Y-%m-%d}"
     cards = [_card(account) for account in accounts]
@@ -107,9 +115,16 @@ def _card(account: Account) -> Html:
     return card(name(short(standing.group, 30)), epsilon, f"{budget}, δ {standing.delta:g}{mu}", left, account.lasts)
 
 
-def _spending_panel(charts: Charts, number: int, account: Account, start: datetime.datetime) -> Panel:
-    standing = account.standing
-    points = [((point.time - start) / DAY, point.epsilon) for point in account.points]
+def _rate(pace: float) -> str:
+    return f"{pace:,.0f}" if pace >= 100 else f"{pace:.3g}"
+
+
+def _spending_panel(
+    charts: Charts, number: int, account: Account, period: tuple[datetime.datetime, datetime.datetime], unit: str
+) -> Panel:
+    """A group's epsilon over a period, in this unit of time."""
+    standing, (start, end) = account.standing, period
+    points = [((point.time - start) / UNITS[unit], point.epsilon) for point in account.points]
     finite = [(x, y) for x, y in points if math.isfinite(y)]
     group = name(short(standing.group))
     if not finite or len(finite) < len(points):
@@ -120,13 +135,16 @@ def _spending_panel(charts: Charts, number: int, account: Account, start: dateti
     steps = [(0.0, 0.0)]
     for x, y in finite:
         steps += [(x, steps[-1][1]), (x, y)]
+    steps.append((max((end - start) / UNITS[unit], steps[-1][0]), steps[-1][1]))
     line = Line(standing.group, "c-fedhdp", (0, 0), steps, value=f"ε {format_epsilon(finite[-1][1], 2)}")
     budget = standing.budget
     is_finite = budget is not None and math.isfinite(budget.epsilon)
     references = (
         [Reference(f"budget: ε {format_epsilon(budget.epsilon)}", budget.epsilon)] if budget and is_finite else []
     )
-    axes = Axes("days", "ε", y_range=(0.0, 0.0), format=lambda value: f"ε {format_epsilon(value, 3)}")
+    axes = Axes(
+        f"{unit} since the first run", "ε", y_range=(0.0, 0.0), format=lambda value: f"ε {format_epsilon(value, 3)}"
+    )
     figure = charts.add(f"spending-{number}", [line], axes, references, unit="ε over all runs")
     share = f", {finite[-1][1] / budget.epsilon:.0%} of its budget" if budget and is_finite and budget.epsilon else ""
     title = join([group, f" spent ε {format_epsilon(finite[-1][1], 2)}{share}"])
@@ -156,7 +174,7 @@ def _groups(accounts: Sequence[Account]) -> Html:
             epsilon,
             f"{rounds:,}",
             account.left,
-            f"{account.pace:.3g}",
+            _rate(account.pace),
             weeks,
         ]
         rows.append([name(s.group), *numbers])

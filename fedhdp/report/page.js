@@ -34,7 +34,8 @@
       const band = group.querySelector(".band");
       if (!band) return;
       const halves = smoothed(line.h, share);
-      const edge = (sign) => ys.map((v, i) => [x(line.p[i][0]), y(v + sign * halves[i])]);
+      const [least, most] = chart.lim || [-Infinity, Infinity];
+      const edge = (sign) => ys.map((v, i) => [x(line.p[i][0]), y(Math.min(Math.max(v + sign * halves[i], least), most))]);
       band.setAttribute("d", path([...edge(1), ...edge(-1).reverse()]));
     });
   }
@@ -72,14 +73,15 @@
       if (!xs.length) return hide();
       const near = xs.reduce((a, b) => (Math.abs(x(b) - place) < Math.abs(x(a) - place) ? b : a));
       cursor.setAttribute("d", `M${x(near)} 12V238`);
-      const rows = [`${chart.xl}: ${chart.places.length ? chart.places[near] : near}`];
+      const rows = [[chart.xl, chart.places.length ? chart.places[near] : near]];
       for (const line of shown) {
         const i = line.p.findIndex((p) => p[0] === near);
-        if (i >= 0) rows.push(`${line.n.length > 60 ? line.n.slice(0, 59) + "…" : line.n}: ${line.t[i]}`);
+        if (i >= 0) rows.push([line.n.length > 60 ? line.n.slice(0, 59) + "…" : line.n, line.t[i]]);
       }
-      tip.replaceChildren(...rows.map((row) => {
-        const div = document.createElement("div");
-        div.textContent = row;
+      tip.replaceChildren(...rows.map(([label, value]) => {
+        const [div, name] = ["div", "bdi"].map((tag) => document.createElement(tag));
+        name.textContent = label; // whose direction of writing ends with it
+        div.append(name, `: ${value}`);
         return div;
       }));
       tip.hidden = false;

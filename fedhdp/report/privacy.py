@@ -55,12 +55,19 @@ def format_mu(curve: AttackCurve | None) -> str:
     return "–" if curve is None else format_epsilon(curve.mu, 2)
 
 
+def format_noise(multiplier: float) -> str:
+    """A noise multiplier; infinite for clients whose updates are not used."""
+    return "∞" if multiplier == math.inf else f"{multiplier:.4g}"
+
+
 def found_sentence(group: str, curve: AttackCurve) -> str:
-    """What a curve means for a reader."""
+    """What a curve means for a reader; an empty group is the clients that the page is about."""
     if curve.found_at_one_percent >= 1:
-        return f"Nothing limits what an attacker finds out about the clients of “{short(group)}”: they have no noise."
+        whose = f"the clients of “{short(group)}”" if group else "these clients"
+        return f"Nothing limits what an attacker finds out about {whose}: they have no noise."
+    whose = f"clients of “{short(group)}”" if group else "of these clients"
     found = format_found(curve.found_at_one_percent)
-    return f"An attacker who may be wrong once in a hundred finds at most {found} in 100 clients of “{short(group)}”."
+    return f"An attacker who may be wrong once in a hundred finds at most {found} in 100 {whose}."
 
 
 def promise_section(study: Study, charts: Charts) -> Section:
@@ -111,7 +118,7 @@ def _number_cells(row: Row, result: GroupResult) -> tuple[Content, ...]:
         result.name,
         f"{result.clients:,}" if result.clients else "–",
         f"{result.sampling_rate:g}",
-        f"{z:.4g}",
+        format_noise(z),
         f"{result.rounds:,}",
         "–" if result.delta is None else f"{result.delta:g}",
         asked,

@@ -18,17 +18,19 @@ from fedhdp.errors import FedHDPError
 from fedhdp.mechanism import SERVER, Mechanism, PrivacyGroup
 from fedhdp.privacy.accounting import Accountant, compose, is_accounting_installed
 from fedhdp.privacy.costs import PrivacyCost, privacy_cost
-from fedhdp.report.html import Disclosure, short
+from fedhdp.report.charts import DASHES
+from fedhdp.report.html import Disclosure, short, style_of, with_isolated
 from fedhdp.report.live import results_so_far
 from fedhdp.results.disclosure import groups_with_noise, is_covered, publishable
 from fedhdp.results.metrics import half_interval
-from fedhdp.results.palette import COLOURS, OTHER_COLOURS
+from fedhdp.results.palette import COLOURS
 from fedhdp.results.schema import GroupResult, MetricInfo, VariantResult
 from fedhdp.results.stored import RepeatedRun, StoredVariant, read_runs
 
 MODELS = {"global": "global model", "personal": "personal models"}
 REPEATED = ("dp_fedavg", "non_private", "local_only", "gdpfed")  # algorithms that also change clip or noise, in one way
 SHARES_NOISE = ("idp_scale", "idp_sample")
+PALER = 2  # times that dashes begin again, each paler
 SAME = 1e-6  # relative difference up to which two epsilons are the same
 
 
@@ -185,6 +187,15 @@ class Study(NamedTuple):
         """The metric with its unit."""
         return self.metric_words + (", %" if self.metric.percent else "")
 
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """The least and the largest value that the metric can have in charts; None where it is no rate."""
+        return (0.0, 100.0) if self.metric.percent else None
+
+    def sentence(self, words: str) -> str:
+        """A sentence on variants and groups: no name turns the direction of writing of the rest."""
+        return with_isolated(words, dict.fromkeys((*(row.result.name for row in self.rows), *self.groups)))
+
     def scaled(self, value: float) -> float:
         """A value of the metric as charts show it."""
         return 100 * value if self.metric.percent else value
@@ -252,20 +263,25 @@ def read_study(directories: Iterable[Path], public: bool = False) -> Study:
 
 
 def _labels(runs: Sequence[RepeatedRun]) -> list[str]:
-    """Names of runs without the folders that they share: a page that is mailed does not say where they lay."""
-    paths = [Path(run.label).absolute() for run in runs]
+    """Names of runs without the folders that they share."""
+    return [re.sub(r"^seed-\d+/", "", name) for name in without_shared_folders([Path(run.label) for run in runs])]
+
+
+def without_shared_folders(directories: Sequence[Path]) -> list[str]:
+    """Directories without the folders that they share: a page that is mailed does not say where they lay."""
+    paths = [path.absolute() for path in directories]
     shared = Path(os.path.commonpath([path.parent for path in paths]))
-    return [re.sub(r"^seed-\d+/", "", path.relative_to(shared).as_posix()) for path in paths]
+    return [path.relative_to(shared).as_posix() for path in paths]
 
 
 def _style(algorithms: Sequence[str], number: int) -> tuple[str, int]:
-    """The class of a row's colour, and its dashes, which tell lines of one algorithm apart."""
+    """The class of a row's colour, and its dashes, which tell lines of one algorithm apart; further ones are paler."""
     algorithm = algorithms[number]
     dash = algorithms[:number].count(algorithm)
-    if algorithm in COLOURS:
-        return f"c-{algorithm.replace('_', '-')}", dash
     others = [name for name in dict.fromkeys(algorithms) if name not in COLOURS]
-    return f"c-other-{others.index(algorithm) % len(OTHER_COLOURS)}", dash
+    style = style_of(algorithm, others.index(algorithm) if algorithm in others else 0)
+    paler = min(dash // len(DASHES), PALER)
+    return f"{style} paler-{paler}" if paler else style, dash
 
 
 def mechanism_of(result: VariantResult, raw: dict[str, Any]) -> Mechanism | None:

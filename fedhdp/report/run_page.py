@@ -21,11 +21,12 @@ from fedhdp.report.html import (
     definitions,
     element,
     join,
+    mark,
     name,
     short,
 )
 from fedhdp.report.privacy import curve_of, epsilon_section, format_mu, privacy_notes, promise_section
-from fedhdp.report.rows import Row, Study, read_study
+from fedhdp.report.rows import Row, Study, read_study, without_shared_folders
 from fedhdp.report.tables import sweep_section, table_section, toggles
 from fedhdp.report.training import clip_section, rounds_section
 from fedhdp.results.headline import headline
@@ -40,6 +41,7 @@ def run_page(
     published: Sequence[tuple[str, float]] = (),
     refresh: str | None = None,
     version: str = "",
+    commands: Sequence[str] = (),
 ) -> str:
     """The page of runs, as one HTML file.
 
@@ -49,6 +51,7 @@ def run_page(
         published: Names and values of published numbers of the global model, which are lines in its chart.
         refresh: The address that tells a live page its newest version; None for a file.
         version: The version of this one.
+        commands: The commands that made the runs, where these are no experiments of their own.
 
     Raises:
         RunError: If a directory has no run, or nothing was measured yet.
@@ -65,15 +68,14 @@ def run_page(
         sweep_section(study, charts),
         table_section(study, notes),
         publishing_section(study),
-        provenance_section(study),
+        provenance_section(study, commands),
     ]
-    sentences = headline([[variant.result for variant in row.seeds] for row in study.rows])
-    first, *others = sentences or [_without_measurements(study)]
+    first, *others = map(study.sentence, _sentences(study))
     page = Page(
         title=f"{study.title} – fedhdp",
         heading=join([name(study.title), f" · {pluralize(study.rounds)}", _seeds(study), _state(study)]),
-        lead=first,
-        details=" ".join(others),
+        lead=first if _is_headline_public(study) else join([first, mark("clients")], " "),
+        details=join([" ".join(others), mark("clients")], " ") if others else "",
         cards=_cards(study),
         sections=[section for section in sections if section is not None],
         data={"charts": charts.data, "version": version},
@@ -87,12 +89,16 @@ def run_page(
 
 
 def write_run_page(
-    directories: Sequence[Path], path: Path, public: bool = False, published: Sequence[tuple[str, float]] = ()
+    directories: Sequence[Path],
+    path: Path,
+    public: bool = False,
+    published: Sequence[tuple[str, float]] = (),
+    commands: Sequence[str] = (),
 ) -> Path:
     """Write the page of runs to a file (see `run_page`), and return its path."""
     from fedhdp.results.store import atomic_write
 
-    content = run_page(directories, public, published).encode()
+    content = run_page(directories, public, published, commands=commands).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, content)
     return path
@@ -106,12 +112,19 @@ def _state(study: Study) -> str:
     return " · under way" if any(part.unfinished for run in study.runs for part in run.runs) else ""
 
 
-def _without_measurements(study: Study) -> str:
-    return (
-        f"{len(study.rows)} variants; nothing of what was measured may be published."
-        if study.public
-        else "Nothing is measured yet."
-    )
+def _sentences(study: Study) -> list[str]:
+    """What came out: the first sentence is the page's headline, the others are about clients' own data."""
+    words = "nothing of what was measured may be published" if study.public else "nothing is measured yet"
+    return headline([[variant.result for variant in row.seeds] for row in study.rows]) or [
+        f"{pluralize(len(study.rows), 'variant')}; {words}."
+    ]
+
+
+def _is_headline_public(study: Study) -> bool:
+    """Whether the first sentence may be published: it is about the server's test set and the rows that it names."""
+    rows = [row for row in (study.main, study.rival) if row is not None]
+    measured = study.main.last(SERVER, "global", study.metric.name) is not None
+    return study.public or (measured and study.server_is_public and all(row.covered for row in rows))
 
 
 def _cards(study: Study) -> list[Html]:
@@ -205,7 +218,14 @@ def publishing_section(study: Study) -> Section:
     )
 
 
-def provenance_section(study: Study) -> Section:
+def _several(values: Iterable[Content], otherwise: str, at_most: int = 3) -> Html:
+    """Different values; of many the first and how many more there are."""
+    unique = list(dict.fromkeys(value for value in values if value))
+    rest = [f"and {len(unique) - at_most + 1} more"] if len(unique) > at_most else []
+    return join([*unique[: at_most - len(rest)], *rest] or [otherwise], "; ")
+
+
+def provenance_section(study: Study, commands: Sequence[str] = ()) -> Section:
     """Where the numbers come from."""
     parts = [part for run in study.runs for part in run.runs]
     infos = [read_value(part.path / RUN_FILE, RunInfo) for part in parts if (part.path / RUN_FILE).exists()]
@@ -216,18 +236,20 @@ def provenance_section(study: Study) -> Section:
     ]
     seeds = [", ".join(f"{key.replace('_', ' ')} {value}" for key, value in part.seeds.items()) for part in parts]
     seconds = sum(variant.result.seconds for row in study.rows for variant in row.seeds)
-    commands = [f"fedhdp run {part.path.name}/experiment.toml" for part in parts if "levels" not in part.raw]
-    started = [info.started for info in infos if info.started]
-    machines = dict.fromkeys(info.machine for info in infos if info.machine)
+    places = without_shared_folders([part.path for part in parts])
+    own = [
+        f"fedhdp run {place}/experiment.toml"
+        for place, part in zip(places, parts, strict=True)
+        if "levels" not in part.raw
+    ]
+    started = sorted(info.started for info in infos if info.started)
+    period = f"{started[0]} to {started[-1]}, {len(started)} runs" if len(started) > 1 else "".join(started)
     pairs: list[tuple[Content, Content]] = [
-        (
-            "Runs again with",
-            join([element("code", command) for command in dict.fromkeys(commands)], ", ") or "the deployment's app",
-        ),
-        ("fedhdp", "; ".join(code) or "not recorded"),
-        ("Seeds", "; ".join(dict.fromkeys(filter(None, seeds))) or "the operating system's entropy alone"),
-        ("Machine", "; ".join(machines) or "not recorded"),
-        ("Started", "; ".join(started) or "not recorded"),
+        ("Runs again with", _several([element("code", c) for c in commands or own], "the deployment's app")),
+        ("fedhdp", _several(code, "not recorded")),
+        ("Seeds", _several(seeds, "the operating system's entropy alone", 20)),
+        ("Machine", _several([info.machine for info in infos], "not recorded")),
+        ("Started (UTC)", period or "not recorded"),
         ("Training took", f"{seconds:,.0f} s"),
     ]
     return Section("provenance", "Where it comes from", "", [Panel("Provenance", definitions(pairs), wide=True)])

@@ -45,12 +45,15 @@ def _sweep_panel(study: Study, charts: Charts, lines: Lines, owner: str, model: 
     numbers = sorted({point.x for line in curves for point in line.points if is_number(point.x)})
     if len(numbers) < 2:
         return None
-    shown = [_sweep_line(study, line, numbers, i) for i, line in enumerate(series)]
+    algorithms = [line.algorithm for line in series]
+    dashes = [algorithms[:i].count(algorithm) for i, algorithm in enumerate(algorithms)]
+    shown = [_sweep_line(study, line, numbers, i)._replace(dash=dashes[i]) for i, line in enumerate(series)]
     group, _, key = lines.x.removeprefix("mechanism.groups.").rpartition(".")
     axes = Axes(
         f"{SWEPT[key]} of {short(group, 30)}",
         study.metric_words,
         places=tuple(f"{x:g}" for x in numbers),
+        limits=study.limits,
         format=study.format_scaled,
     )
     figure = charts.add(f"sweep-{len(charts.data)}", shown, axes, unit=study.unit)
@@ -71,9 +74,8 @@ def _sweep_line(study: Study, series: Series, numbers: Sequence[float], number: 
         [point] = series.points
         points = [(float(x), study.scaled(point.mean)) for x in range(len(numbers))]
         halves = [study.scaled(point.half_interval or 0.0)] * len(numbers)
-    dash = number if len(series.points) > 1 else 0
     value = study.format_scaled(max(y for _, y in points)) if points else ""
-    return Line(series.label, style, (-1 - number, -1 - number), points, halves, dash, value)
+    return Line(series.label, style, (-1 - number, -1 - number), points, halves, value=value)
 
 
 def table_section(study: Study, notes: Html) -> Section:
@@ -85,24 +87,26 @@ def table_section(study: Study, notes: Html) -> Section:
     cells = [[name(cell) if i < texts else cell for i, cell in enumerate(row)] for row in rows]
     shown = table(header, cells, texts, sortable=True, private_columns=private)
     lines = [FOLDERS.sub("", text) for text in (comparison.describe_seeds(runs), *comparison.notes(runs)) if text]
+    safe = [study.sentence(line) for line in lines]
     copies = {
         "CSV": comparison.format_csv(comparison.mean_rows(runs)),
         "Markdown": format_markdown(header, rows, lines, texts),
         "LaTeX": format_latex(header, rows, lines, texts),
     }
-    foot = element("ul", *(element("li", line) for line in lines), class_="notes")
+    foot = element("ul", *(element("li", line) for line in safe), class_="notes")
     uncovered = caption(study.uncovered_words) if not study.public and study.uncovered_words else ""
     body = join([shown, notes, uncovered, foot, copyable(copies)])
     words = study.metric_words.capitalize() + (" in %" if study.metric.percent else "")
-    legend = f"{words}. Press a column's name to sort."
+    legend = f"{words}."
     if private:
         legend = (
             f"{words}, variance across clients in parentheses. Acc_g: the server's test set; g and l: clients' own "
         )
-        legend += "data, with the global and with personal models. Press a column's name to sort."
+        legend += "data, with the global and with personal models."
+    lead = join([legend, element("span", "Press a column's name to sort.", class_="js")], " ")
     is_mixed = private or study.server_disclosure != "public"
     return Section(
-        "table", "The table", legend, [Panel("All variants", body, "mixed" if is_mixed else "public", wide=True)]
+        "table", "The table", lead, [Panel("All variants", body, "mixed" if is_mixed else "public", wide=True)]
     )
 
 

@@ -54,7 +54,9 @@ def rounds_section(study: Study, charts: Charts, published: Sequence[tuple[str, 
     for owner, model, ident in owners:
         lines = metric_lines(study, owner, model)
         if lines:
-            references = [Reference(*pair) for pair in published] if owner == SERVER else []
+            references = (
+                [Reference(label, y, study.format_scaled(y)) for label, y in published] if owner == SERVER else []
+            )
             panels.append(_rounds_panel(study, charts, ident, (owner, model), lines, references))
     if not panels:
         words = (
@@ -75,7 +77,7 @@ def _rounds_panel(
 ) -> Panel:
     group, model = owner
     start = _zoom_start(lines)
-    axes = Axes("round", study.metric_words, format=study.format_scaled, smooth=True, start=start)
+    axes = Axes("round", study.metric_words, limits=study.limits, format=study.format_scaled, smooth=True, start=start)
     figure = charts.add(ident, lines, axes, references, unit=study.unit)
     subject: Content = "Server's test set" if group == SERVER else join([name(short(group)), ", ", MODELS[model]])
     subject = "Server's test set, averaged model" if model == "average" else subject
@@ -97,9 +99,9 @@ def _zoom_start(lines: Sequence[Line]) -> float | None:
 
 def _ends(study: Study, group: str, model: str) -> str:
     """Where the page's main row ends, and DP-FedAvg beside it."""
-    rows = [row for row in (study.main, study.rival) if row is not None]
+    rows = {row.number: row for row in (study.main, study.rival) if row is not None}
     parts = []
-    for row in rows:
+    for row in rows.values():
         last = row.last(group, model, study.metric.name)
         if last is not None:
             parts.append(f"{short(row.name, 28)} ends at {study.format(last.mean)}")

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from fedhdp.errors import RunError
+from fedhdp.errors import FedHDPError, RunError
 from fedhdp.report.run_page import run_page
 from fedhdp.results.store import EXPERIMENT_FILE, HISTORY_FILE, RUNS_FILE, SUMMARY_FILE
 
@@ -97,8 +97,9 @@ def _page_or_wait(directory: Path, version: str) -> str:
     """The page, or one that waits for the first measurements."""
     try:
         return run_page([directory], refresh=VERSION_PATH, version=version)
-    except RunError as error:
-        words = html.escape(f"{directory.name}: nothing is measured yet ({error})")
+    except FedHDPError as error:
+        reason = "nothing is measured yet" if type(error) is RunError else str(error)
+        words = html.escape(f"{directory.name}: {reason}")
         head = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>fedhdp</title>'
         return f"{head}<p>{words}</p>"
 

@@ -7,6 +7,7 @@ model with the range of its three runs. Baselines are horizontal lines, the pape
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,27 +43,28 @@ PANELS = (
 )
 Height = tuple[float | None, float]  # a weight and a height
 OUTLIER_RATIO = 1.5  # of the distance below the others to their spread
-LEVELS_SPAN = 12.0  # points of accuracy that the panels of several levels show
+LETTERS_PER_INCH = 11  # of a figure's title
+LEVELS_SPAN = 12.0  # points of accuracy that the panels of several levels show at most
 
 
 def draw(comparison: Comparison, path: Path) -> None:
     """Draw a table's figure as PNG."""
     with rc_context(STYLE):
         figure = Figure(figsize=(14, 8.4), layout="constrained")
-        table = TABLES.get(comparison.table)
+        table, marks, published = TABLES.get(comparison.table), "bars", ""
         if table is None:
             _draw_levels(figure, comparison)
         elif all(line.key.part != "paper" for line in comparison.lines):
-            figure.set_size_inches(8, 1.6 + 0.4 * len(comparison.global_lines))
+            figure.set_size_inches(8, 1.8 + 0.4 * len(comparison.global_lines))
             _draw_extensions(figure.subplots(), comparison, table)
         else:
+            marks, published = "bars and bands", "; hollow: the paper's means, with the range of its runs"
             _draw_paper_table(figure, comparison, table)
         seeds = "1 seed" if len(comparison.seeds) == 1 else f"{len(comparison.seeds)} seeds"
-        intervals = (
-            "bars and bands: 95% interval of the mean over seeds" if len(comparison.seeds) > 1 else "no intervals"
-        )
-        head = f"{comparison.table}, {pluralize(comparison.rounds)}, {seeds}; {intervals}"
-        figure.suptitle(f"{head}\n{comparison.data}", fontsize=11)
+        intervals = f"{marks}: 95% interval of the mean over seeds" if len(comparison.seeds) > 1 else "no intervals"
+        head = f"{comparison.table}, {pluralize(comparison.rounds)}, {seeds}; {intervals}{published}"
+        letters = int(LETTERS_PER_INCH * figure.get_figwidth())
+        figure.suptitle("\n".join(textwrap.fill(text, letters) for text in (head, comparison.data)), fontsize=11)
         figure.savefig(path, dpi=110)
 
 
@@ -211,7 +213,7 @@ def _draw_extensions(axis: Axes, comparison: Comparison, table: PaperTable) -> N
     axis.set_ylim(-0.6, len(lines))
     axis.set(xlabel="accuracy, %")
     above = sum(line.cells["acc_g"].mean > best for line in lines)
-    title = "extensions: global model, server's test set\n{} of {} are above the paper's best"
+    title = "extensions: global model, server's test set\n{} of {} above the paper's best"
     axis.set_title(title.format(above, len(lines)), fontsize=10)
 
 
@@ -263,13 +265,15 @@ def _draw_levels(figure: Figure, comparison: Comparison) -> None:
     present = {line.key.part for line in lines}
     rows = [[part for part in parts if part in present] for parts in by_training]
     rows = [parts for parts in rows if parts]
+    figure.set_figheight(1.0 + len(rows) * (1.2 + 0.26 * len(methods)))
     axes = figure.subplots(len(rows), max(map(len, rows)), squeeze=False, sharey=True)
     for row, parts in zip(axes, rows, strict=True):
         for axis in row[len(parts) :]:
             axis.set_visible(False)
         of_row = [line for line in lines if line.key.part in parts]
         means = [line.cells["acc_g"].mean for line in of_row]
-        lowest, highest = max(min(means), max(means) - LEVELS_SPAN) - 0.5, max(means) + 0.7
+        highest = max(means) + 0.7
+        lowest = min(mean for mean in means if mean >= max(means) - LEVELS_SPAN) - 1.0
         for axis, part in zip(row, parts, strict=False):
             of_part, (levels, on_basis) = [line for line in of_row if line.key.part == part], LEVEL_TABLES[part]
             _draw_methods(axis, of_part, methods, lowest)
@@ -300,5 +304,6 @@ def _draw_methods(axis: Axes, lines: list[Line], methods: list[str], lowest: flo
         if _method(line) == OURS:
             axis.axvline(cell.mean, color=colour, linewidth=0.9, linestyle="--", zorder=1)
     axis.set_ylim(-0.7, len(methods) - 0.3)
-    axis.set(xlabel="accuracy on the server's test set, %")
+    far = any(line.cells["acc_g"].mean < lowest for line in lines)
+    axis.set(xlabel="accuracy on the server's test set, %" + ("; ◂ further below" if far else ""))
     axis.grid(color=GRID_COLOUR, linewidth=0.6)

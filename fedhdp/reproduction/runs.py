@@ -102,6 +102,12 @@ def run_directories(out: Path) -> list[Path]:
     return [path.parent for path in paths if (path.parent / store.SUMMARY_FILE).exists()]
 
 
+def commands_of(directories: Iterable[Path]) -> list[str]:
+    """The commands that made runs of a table."""
+    files = [path / MACHINE for path in directories if (path / MACHINE).exists()]
+    return list(dict.fromkeys(store.read_value(file, Machine).command for file in files))
+
+
 def _seed_of(path: Path) -> int:
     number = path.parent.parent.name.removeprefix("seed-")
     if not number.isdigit():

@@ -22,7 +22,7 @@ COLOURS = {
     "time_adaptive": "#999933",
     "gdpfed": "#117733",
 }
-OTHER_COLOURS = ("#6699CC", "#CC6677", "#661100")  # of algorithms that are not the package's
+OTHER_COLOURS = ("#6699CC", "#CC6677", "#882255")  # of algorithms that are not the package's
 REFERENCE_COLOUR, GRID_COLOUR = "#555555", "#e5e5e5"  # of published numbers, and of lines behind the data
 STYLE: dict[Any, Any] = {  # of matplotlib
     "font.size": 10,

@@ -301,6 +301,7 @@ def test_pull_that_the_paper_does_not_have_is_drawn(reproduce, toy, tmp_path):
     labels = [handle.get_label() for handle in figures._legend(compare(tmp_path / "out", "noniid-mnist"))]
     assert "λ = 0.1" in labels
     assert "λ = 0.1, paper" not in labels
+    assert "<code>fedhdp reproduce noniid-mnist --rows dp-fedavg" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_difference_of_rows(reproduce, tmp_path):

@@ -14,6 +14,7 @@ from rich.console import Console
 from run_files import write_run
 
 from fedhdp.cli import _output
+from fedhdp.cli._output import SafeConsole
 from fedhdp.cli.show import print_runs
 from fedhdp.experiments import EXPERIMENTS, Variant, from_toml, run
 from fedhdp.results import Summary, read_value
@@ -148,9 +149,9 @@ def test_bad_seeds_are_refused(options, field, tmp_path, monkeypatch):
 @pytest.mark.parametrize("width", [200, 60])
 def test_names_are_printed_as_they_are(width, capsys, monkeypatch, tmp_path):
     def narrow(**options: object) -> Console:
-        return Console(**(options | {"width": width}))  # type: ignore[arg-type]
+        return SafeConsole(**(options | {"width": width}))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(_output, "Console", narrow)
+    monkeypatch.setattr(_output, "SafeConsole", narrow)
     groups = tuple(
         replace(group, name=name) for group, name in zip(tiny().mechanism.groups, ("[b]one", "two"), strict=True)
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from report_runs import HOSTILE, write_page_run
 
@@ -121,8 +123,9 @@ def test_page_prints(open_page, seeds_page):
     with open_page(seeds_page) as tab:
         pdf = tab.page.pdf(prefer_css_page_size=True)
         assert pdf.startswith(b"%PDF")
-        assert 2 <= pdf.count(b"/Type /Page\n") + pdf.count(b"/Type /Page ") <= 12
-        assert b"595" in pdf  # A4
+        boxes = re.findall(rb"/MediaBox \[0 0 ([0-9.]+) ([0-9.]+)\]", pdf)
+        assert 2 <= len(boxes) <= 12
+        assert {tuple(round(float(side)) for side in box) for box in boxes} == {(595, 842)}  # A4
 
 
 def test_page_is_readable_without_a_script(open_page, seeds_page):
@@ -131,6 +134,7 @@ def test_page_is_readable_without_a_script(open_page, seeds_page):
         assert tab.page.locator("#server .line").first.is_visible()
         assert tab.page.locator("#table tbody tr").count() == 4
         assert not tab.page.locator("button.copy").first.is_visible()
+        assert not tab.page.get_by_text("Press a column's name to sort.").is_visible()
         tab.page.locator("#show-1").uncheck()  # a rule of the style hides, not the script
         assert not tab.page.locator("#server .v1").is_visible()
         tab.page.locator("#table summary").first.click()
@@ -150,3 +154,38 @@ def test_hostile_names_are_text(open_page, tmp_path):
             assert tab.page.evaluate("document.scripts.length") == 2
             assert tab.page.evaluate(OVERFLOW) == 0
             assert tab.errors == []
+
+
+WORD = """([selector, word]) => {
+  const node = document.createTreeWalker(document.querySelector(selector), NodeFilter.SHOW_TEXT).nextNode();
+  const start = node.data.indexOf(word), range = document.createRange();
+  return [...word].map((_, i) => {
+    range.setStart(node, start + i);
+    range.setEnd(node, start + i + 1);
+    return range.getBoundingClientRect().left;
+  });
+}"""
+
+
+def test_name_from_right_to_left_turns_no_other_word(open_page, tmp_path):
+    variants = (Variant("DP-FedAvg", "dp_fedavg"), Variant("\u202eFedHDP שלום"))
+    run = write_page_run(tmp_path / "run", variants=variants, groups={"private": "פרטי"})
+    with open_page(write_run_page([run], tmp_path / "page.html")) as tab:
+        for selector, word in ((".headline", "accuracy"), (".details", "brackets")):
+            places = tab.page.evaluate(WORD, [selector, word])
+            assert places == sorted(places), word
+        tab.page.locator("#server").hover(position={"x": 400, "y": 100})
+        tip = tab.page.locator(".tip div").last
+        assert tip.locator("bdi").inner_text() == variants[1].name
+        assert tip.inner_text().endswith("%")
+
+
+def test_text_of_charts_is_large_enough_on_paper_and_on_a_telephone(open_page, seeds_page):
+    heights = (
+        "[...document.querySelectorAll('svg.plot text, .dots text')].map(t => t.getScreenCTM().a * parseFloat("
+        + ("getComputedStyle(t).fontSize))")
+    )
+    for width, media in ((360, "screen"), (695, "print")):  # pixels, of which A4 has 695 between its margins
+        with open_page(seeds_page, width=width) as tab:
+            tab.page.emulate_media(media=media)
+            assert min(tab.page.evaluate(heights)) >= 9.5, media

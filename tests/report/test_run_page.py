@@ -19,6 +19,7 @@ from fedhdp.mechanism import SERVER
 from fedhdp.privacy.accounting import compose, format_epsilon
 from fedhdp.privacy.attack import attack_curve
 from fedhdp.privacy.costs import privacy_cost
+from fedhdp.report.charts import DASHES
 from fedhdp.report.rows import read_study
 from fedhdp.report.run_page import run_page, write_run_page
 from fedhdp.results import VariantDirectory, read_value, write_value
@@ -57,6 +58,38 @@ def test_public_page_does_not_depend_on_clients_data(tmp_path):
     assert run_page([run]) != run_page([other])
     assert run_page([run], public=True) == run_page([other], public=True)
     assert not re.search(r'class="mark (clients|mixed)"', run_page([run], public=True))
+
+
+def test_head_marks_what_was_measured_on_clients(tmp_path):
+    run = write_page_run(tmp_path / "run")
+    details = re.findall(r'<p class="details">(.*?)</p>', run_page([run]))
+    assert [text.count('class="mark clients"') for text in details] == [1]
+    assert 'class="mark' not in re.findall(r'<p class="headline">(.*?)</p>', run_page([run]))[0]
+    clients = write_page_run(tmp_path / "other", server_has_client_data=True)
+    assert 'class="mark clients"' in re.findall(r'<p class="headline">(.*?)</p>', run_page([clients]))[0]
+
+
+def test_provenance_tells_runs_apart_and_not_where_they_lay(tmp_path):
+    runs = [write_page_run(tmp_path / name / "run", seed=seed) for seed, name in enumerate("abcde")]
+    two, five = run_page(runs[:2]), run_page(runs)
+    codes = [f"<code>fedhdp run {name}/run/experiment.toml</code>" for name in "ab"]
+    assert "; ".join(codes) in two
+    assert f"{'; '.join(codes)}; and 3 more" in five
+    assert str(tmp_path) not in five
+    assert "<code>make table</code>" in run_page(runs, commands=["make table"])
+
+
+def test_lines_of_one_algorithm_differ(tmp_path):
+    variants = tuple(Variant(f"FedHDP {number}") for number in range(10))
+    rows = read_study([write_page_run(tmp_path / "run", variants=variants)]).rows
+    assert {row.style.partition(" ")[0] for row in rows} == {"c-fedhdp"}
+    assert len({(row.style, row.dash % len(DASHES)) for row in rows}) == len(rows)
+
+
+def test_titles_name_a_row_once(tmp_path):
+    page = run_page([write_page_run(tmp_path / "run", variants=VARIANTS[1:2])])  # the main row is the rival too
+    [title] = re.findall(r"<h3>Server&#x27;s test set: (.*?)</h3>", page)
+    assert title.count("DP-FedAvg") == 1
 
 
 def test_public_page_keeps_what_epsilon_covers(tmp_path):
@@ -161,11 +194,29 @@ def test_tenths_of_a_group_are_means_over_its_clients(tmp_path):
     assert "tenths-0" not in embedded(run_page(runs, public=True))["charts"]
 
 
+def test_intervals_of_a_rate_end_at_0_and_100_percent(tmp_path):
+    charts = embedded(run_page([write_page_run(tmp_path / str(seed), seed=seed) for seed in (0, 1)]))["charts"]
+    for chart in (charts["tenths-0"], charts["personal-0"]):
+        assert chart["lim"] == [0, 100]
+        assert 0 <= chart["y"][0] < chart["y"][1] <= 100
+    assert charts["clip-0"]["lim"] is None
+
+
 def test_published_numbers_are_lines(tmp_path):
     run = write_page_run(tmp_path / "run")
-    path = write_run_page([run], tmp_path / "page.html", published=[("paper: FedHDP", 93.5)])
-    server = path.read_text().partition('id="server"')[2]
-    assert "paper: FedHDP" in server[:20_000]
+    path = write_run_page([run], tmp_path / "page.html", published=[("paper: FedHDP", 93.5), ("paper: DP", 88.3)])
+    server = path.read_text().partition('id="server"')[2].partition("</figure>")[0]
+    assert "paper: FedHDP</bdi><b>93.5%</b>" in server
+    dashes = re.findall(r'class="reference" stroke-dasharray="([^"]+)"', server)
+    assert len(dashes) == 4  # in the chart and in its legend
+    assert len(set(dashes)) == 2
+
+
+def test_rounds_are_whole_numbers_on_an_axis(tmp_path):
+    page = run_page([write_page_run(tmp_path / "run", rounds=3, every=3)])  # one evaluation
+    [chart] = re.findall(r'<svg[^>]*id="server".*?</svg>', page)
+    labels = re.findall(r'text-anchor="(?:middle|end)">([^<]+)</text>', chart.partition('class="tick"')[2])
+    assert labels == ["3"]
 
 
 def test_run_under_way_has_a_page(tmp_path):

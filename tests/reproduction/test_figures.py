@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+from pathlib import Path
 
 import pytest
+from figure_checks import overhang
 from matplotlib.figure import Figure
 from reproduction_runs import write_runs
 
@@ -12,6 +14,8 @@ from fedhdp.reproduction import figures, render, tables
 from fedhdp.reproduction.comparison import compare
 from fedhdp.reproduction.summary import SUMMARY, encode_summary, read_summary
 from fedhdp.reproduction.tables import TABLES, TableRow
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 def half_a_point_per_seed(row: TableRow, seed: int) -> float:
@@ -53,3 +57,9 @@ def test_outliers_at_weight_zero_are_annotated(tmp_path):
     figures._against_weight(axis, comparison, table, "acc_g", weights)
     assert axis.get_ylim()[0] > 80
     assert [text.get_text() for text in axis.texts] == ["r = 0, far below: 10.3 to 10.3"]
+
+
+@pytest.mark.parametrize("name", ["femnist-handwriting", "fmnist-writers-basis", "levels", "noniid-mnist"])
+def test_nothing_of_a_published_figure_is_cut_off(name, tmp_path, drawn):
+    figures.draw(read_summary(RESULTS / name / SUMMARY), tmp_path / "table.png")
+    assert [overhang(figure) for figure in drawn] == [0.0]

@@ -6,13 +6,15 @@ import csv
 
 import numpy as np
 import pytest
+from figure_checks import overhang
 
 from fedhdp.reproduction.theory.figures import theory_figures
 
 
 @pytest.mark.slow
-def test_figures_and_their_numbers(tmp_path):
+def test_figures_and_their_numbers(tmp_path, drawn):
     paths = theory_figures(tmp_path, trials=400)
+    assert [overhang(figure) for figure in drawn] == [0.0] * 8  # four figures, each as SVG and PNG
     assert sorted(path.suffix for path in paths) == [".csv"] * 4 + [".png"] * 4 + [".svg"] * 4
     assert all(path.stat().st_size > 1000 for path in paths)
     far = checked = 0

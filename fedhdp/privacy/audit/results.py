@@ -39,6 +39,12 @@ class GroupAudit(msgspec.Struct, frozen=True):
     found: bool | None  # the attack with known coins has half of its possible power; None: too few scores to tell
     holds: bool
 
+    def verdict(self, attack: Attack) -> str:
+        """What an attack on this group says; of clients without noise, whether it finds them at all."""
+        if self.opted_out and attack is self.known_coins:
+            return {True: "found", False: "NOT FOUND", None: "too few"}[self.found]
+        return "holds" if attack.holds else "REFUTED"
+
 
 class MutantResult(msgspec.Struct, frozen=True):
     """Whether the audit finds a fault that was put into the system."""

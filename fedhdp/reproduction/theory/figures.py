@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import rc_context
@@ -58,7 +58,6 @@ class Panel(NamedTuple):
     y_label: str
     curves: list[Curve]
     scales: tuple[str, str] = ("linear", "log")
-    legend: Literal["best", "lower left"] = "best"
 
 
 def theory_figures(out_dir: str | Path, trials: int = 4000) -> list[Path]:
@@ -83,7 +82,7 @@ def ratio_by_noise(trials: int) -> Panel:
     """Server variance against the weight ratio, for several noises."""
     cases = {f"γ² = {g:g}": OptOut(500, 0.2, g, 0.8, 0.2) for g in (0.001, 0.003, 0.01, 0.03)}
     curves = [_ratio_curve(label, case, trials, seed) for seed, (label, case) in enumerate(cases.items())]
-    title = f"{_optima_words(curves)} as noise grows\n500 clients, 20 % opted out, σ$_c$² = 1"
+    title = f"{_optima_words(curves)} as noise grows\n500 clients, 20% opted out, σ$_c$² = 1"
     return Panel(title, "weight ratio r", "server variance σ$_s$²", curves)
 
 
@@ -91,7 +90,7 @@ def ratio_by_spread(trials: int) -> Panel:
     """Server variance against the weight ratio, for several variances of local estimates."""
     cases = {f"σ$_c$² = {c:g}": OptOut(500, 0.2, 0.01, 0.8 * c, 0.2 * c) for c in (0.5, 1, 2, 4)}
     curves = [_ratio_curve(label, case, trials, seed) for seed, (label, case) in enumerate(cases.items(), 10)]
-    title = f"{_optima_words(curves)} as estimates spread\n500 clients, 20 % opted out, γ² = 0.01"
+    title = f"{_optima_words(curves)} as estimates spread\n500 clients, 20% opted out, γ² = 0.01"
     return Panel(title, "weight ratio r", "server variance σ$_s$²", curves)
 
 
@@ -130,7 +129,7 @@ def server_by_share(trials: int) -> Panel:
     _, equal, own = (np.array(curve.line)[:, 1] for curve in curves)
     least = (own / equal).min()
     title = f"FedHDP has down to {least:.0%} of HDP-FedAvg's variance\n500 clients, σ$_c$² = 1, γ² = 0.02"
-    return Panel(title, "share ρ that opted out", "server variance σ$_s$²", curves, legend="lower left")
+    return Panel(title, "share ρ that opted out", "server variance σ$_s$²", curves)
 
 
 def _dp_fedavg_variance(case: OptOut) -> float:
@@ -189,7 +188,7 @@ def _pull_curve(label: str, drawn: monte_carlo.Trials, weight_G: np.ndarray, gro
 def save(folder: Path, name: str, panels: Sequence[Panel]) -> list[Path]:
     """Write one figure and its numbers."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(5.4 * len(panels), 4.0), layout="constrained")
+        figure = Figure(figsize=(5.4 * len(panels), 4.2), layout="constrained")
         axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for axis, panel in zip(axes, panels, strict=True):
             draw(axis, panel)
@@ -216,8 +215,6 @@ def draw(axis: Axes, panel: Panel) -> None:
         axis.plot([], [], linestyle=dash, label=curve.label, **points)
         if curve.optimum is not None:
             axis.plot(*curve.optimum, color=colour, zorder=3, **STAR)
-    if panel.curves[0].optimum is not None:
-        axis.plot([], [], color="#7f7f7f", label="optimum", **STAR)
     axis.set(xlabel=panel.x_label, ylabel=panel.y_label, xscale=panel.scales[0], yscale=panel.scales[1])
     for scale, side in zip(panel.scales, (axis.xaxis, axis.yaxis), strict=True):
         if scale == "log":
@@ -225,7 +222,10 @@ def draw(axis: Axes, panel: Panel) -> None:
             side.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_title(panel.title, fontsize=10)
     axis.grid(color=GRID_COLOUR, linewidth=0.6)
-    axis.legend(loc=panel.legend, framealpha=0.9, edgecolor="none", handlelength=3.2)
+    below: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.14), "ncols": len(panel.curves)}
+    axis.legend(
+        frameon=False, handlelength=2.4, columnspacing=1.0, fontsize=8.5, **below
+    )  # inside it would cover points
 
 
 def write_numbers(path: Path, panels: Sequence[Panel]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parent.parent / "benchmarks" / "torture.py"
+PROGRAM = Path(__file__).parent.parent / "benchmarks" / "torture"
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ PROGRAM = Path(__file__).parent.parent / "benchmarks" / "torture"
     [
         ("--quick", "--trials", "10"),
         ("--trials", "1", "--only", "contended ledger", "--only", "full disk", "--only", "read-only folder"),
+        ("--trials", "1", "--only", "killed run", "--kills", "2"),
     ],
 )
 def test_nothing_fails_under_torture(arguments):

@@ -25,8 +25,8 @@ class Trial(NamedTuple):
 
 
 TRIALS = {
-    "killed run": Trial(runs.killed_run, 0.34),
-    "mutated experiment": Trial(files.mutated_experiment, 0.26),
+    "killed run": Trial(runs.killed_run, 0.38),
+    "mutated experiment": Trial(files.mutated_experiment, 0.22),
     "damaged run": Trial(runs.damaged_run, 0.12),
     "full disk": Trial(runs.full_disk, 0.07),
     "contended ledger": Trial(runs.contended_ledger, 0.06),

@@ -390,31 +390,37 @@ def read_only_folder(folder: Path, rng: random.Random) -> Counter[str]:
     """A folder that cannot be written, with results or a ledger: to write there is one line, and to read works."""
     if not namespace() and os.geteuid() == 0:
         return Counter({"skipped: root may write everywhere": 1})
-    closed, open_folder = folder / "closed", folder
-    closed.mkdir()
-    kind = rng.choice(("new results", "new ledger", "ledger", "run to resume"))
-    out, ledger = (closed if kind == "new results" else open_folder) / "run", open_folder / "a.ledger"
-    if "ledger" in kind:
-        ledger = closed / "a.ledger"
+    results = Counter[str]()
+    for kind in ("new results", "new ledger", "ledger", "run to resume"):
+        part = folder / kind.replace(" ", "-")
+        (part / "closed").mkdir(parents=True)
+        results[_write_to_closed(part, kind, rng)] += 1
+    return results
+
+
+def _write_to_closed(folder: Path, kind: str, rng: random.Random) -> str:
+    """Try to write to a folder that is closed; what was tried."""
+    closed, out, ledger = folder / "closed", folder / "run", folder / "a.ledger"
+    out = closed / "run" if kind == "new results" else out
+    ledger = closed / "a.ledger" if "ledger" in kind else ledger
     command, read = ["run", experiment_file(folder), "--out", out, "--ledger", ledger], []
     if kind == "ledger":
         shutil.copy(reference().folder / "a.ledger", ledger)
         read = ["ledger", "show", ledger]
     elif kind == "run to resume":
         begin_and_kill(closed, rng, 1)
-        is_begun = (closed / "run" / "experiment.toml").exists()
-        if not is_begun or (closed / "run" / "summary.json").exists():
-            return Counter({"not killed in time": 1})
+        if not (closed / "run" / "experiment.toml").exists() or (closed / "run" / "summary.json").exists():
+            return "not killed in time"
         command, read = ["run", "--resume", closed / "run"], ["show", closed / "run"]
     before = {path: path.read_bytes() for path in files_of(closed)}
     with read_only(closed) as prefix:
         code, _ = finish(start([*prefix, *CLI, *map(str, command)]))
-        hold(code == 2, "it ran")
+        hold(code == 2, f"{kind}: it ran")
         if read:
             code, _ = finish(start([*prefix, *CLI, *map(str, read)]))
             hold(code == 0 or kind == "run to resume", "it cannot be read")  # a run without any results is not shown
-    hold({path: path.read_bytes() for path in files_of(closed)} == before, "something was written")
-    return Counter({kind: 1})
+    hold({path: path.read_bytes() for path in files_of(closed)} == before, f"{kind}: something was written")
+    return kind
 
 
 def contended_ledger(folder: Path, rng: random.Random) -> Counter[str]:

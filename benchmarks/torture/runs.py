@@ -335,7 +335,7 @@ def full_disk(folder: Path, rng: random.Random) -> Counter[str]:
     disk, copies = folder / "disk", folder / "copies"
     disk.mkdir()
     copies.mkdir()
-    size = int(2 ** rng.uniform(3, 9))
+    size = int(2 ** rng.uniform(3, 8.3))
     values = map(str, (disk, size, copies, experiment_file(folder)))
     done = subprocess.run(
         [*namespace(), "bash", "-c", FULL_DISK, "full", *values, *CLI],

@@ -110,7 +110,7 @@ class PersonalModels(Mapping[str, Arrays]):
     def __getitem__(self, client: str) -> Arrays:
         row, arrays, first = self._row_of[str(client)], dict[str, np.ndarray](), 0
         row_P = self.rows[row]
-        if self._crc_K is not None and zlib.crc32(np.ascontiguousarray(row_P)) != self._crc_K[row]:
+        if self._crc_K is not None and zlib.crc32(row_P.tobytes()) != self._crc_K[row]:
             raise DamagedRunError(f"{self._path} is damaged: the model of client {client} is not as it was written")
         for name, (shape, dtype) in self._shapes.items():
             size = int(np.prod(shape))

@@ -312,7 +312,7 @@ class VariantDirectory:
         checksums: list[int] = []
         for row_CP in rows:
             models[len(checksums) : len(checksums) + len(row_CP)] = row_CP
-            checksums += (zlib.crc32(np.ascontiguousarray(row_P, np.float32)) for row_P in row_CP)
+            checksums += (zlib.crc32(np.asarray(row_P, np.float32).tobytes()) for row_P in row_CP)
         models.flush()
         del models
         write_arrays(self.path / PERSONAL_CHECKSUMS_FILE, {"crc32": np.array(checksums, np.uint32)})

@@ -26,7 +26,7 @@ conformance:  # the conformance kit against other libraries, each in an environm
 	@$(BIN)/python benchmarks/conformance/conformance.py $(ARGS)
 
 torture: install  # kills, full disks, damage to every file, contention: for ARGS="--minutes 20"
-	$(BIN)/python benchmarks/torture.py $(ARGS)
+	$(BIN)/python benchmarks/torture $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

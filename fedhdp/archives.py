@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import zipfile
@@ -15,6 +16,11 @@ from numpy.lib import format as npy
 from fedhdp.memory import require_memory
 
 MAX_MEMBERS = 100_000
+MAX_HEADER_BYTES = 10_000  # of an array, as NumPy has it, which reads a header before it looks
+HEADERS = {  # by version: how many bytes say how long the header is, and what reads them
+    (1, 0): (2, npy.read_array_header_1_0),
+    (2, 0): (4, npy.read_array_header_2_0),
+}
 
 
 def array_names(path: Path) -> list[str]:
@@ -119,11 +125,15 @@ def _array_size(shape: tuple[int, ...], dtype: np.dtype, name: str) -> int:
 
 
 def _read_header(member: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
+    """The shape and the type that an array declares; its header is read once it is known to be short."""
     version = npy.read_magic(member)
-    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
-    if read is None:
+    if version not in HEADERS:
         raise ValueError(f"arrays of the version {version} of npy are not read")
-    shape, _, dtype = read(member)
+    size, read = HEADERS[version]
+    length = member.read(size)
+    if int.from_bytes(length, "little") > MAX_HEADER_BYTES:
+        raise ValueError(f"it declares a header of {int.from_bytes(length, 'little'):,} bytes")
+    shape, _, dtype = read(io.BytesIO(length + member.read(int.from_bytes(length, "little"))))
     return shape, dtype
 
 

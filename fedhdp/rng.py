@@ -7,8 +7,9 @@ repeatable and not private.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -31,6 +32,16 @@ def os_entropy(words: int) -> np.ndarray:
     """Words of 32 bits from the operating system's entropy, the same in all processes of a ``jax.distributed`` run."""
     entropy = process_entropy(words)
     return entropy if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(entropy))
+
+
+def secret_generator(words: Sequence[int]) -> np.random.Generator:
+    """A generator for cohorts, from words of 32 bits that hold entropy.
+
+    Who of a group without noise was sampled can often be read off the models. The outputs of NumPy's default generator
+    give its state away, and with it everyone else's coins. Here a block cipher, Philox, counts under a hashed key.
+    """
+    key = hashlib.sha256(np.array(words, np.uint32).tobytes()).digest()[:16]
+    return np.random.Generator(np.random.Philox(key=np.frombuffer(key, np.uint64)))
 
 
 def noise_bytes(noise_seed: int | None, round: int) -> Callable[[int], bytes]:

@@ -38,7 +38,7 @@ from fedhdp.models import Array, Model, Parameters, name_parameters, parameter_s
 from fedhdp.results.metrics import MetricRow, clip_rows, evaluation_rows, round_rows
 from fedhdp.results.schema import MetricInfo, SimulationResult
 from fedhdp.results.store import PERSONAL_STORE_FILE, read_arrays, write_arrays
-from fedhdp.rng import BATCHES, COHORT, MODEL, NOISE, noise_bytes, os_entropy, stream
+from fedhdp.rng import BATCHES, COHORT, MODEL, NOISE, noise_bytes, os_entropy, secret_generator, stream
 from fedhdp.server import Optimizer, ServerOptimizer, ServerState
 
 LOGGER = logging.getLogger("fedhdp.network")
@@ -260,15 +260,14 @@ class Simulation:
 
         The seed is no secret: it can be found from the initial model.
         """
-        if self.noise_seed is not None:
-            words = [self.noise_seed]
-        elif self.cohort_entropy is not None:
-            words = self.cohort_entropy.tolist()
-        elif all(group.opted_out for mechanism in self._mechanisms for group in mechanism.groups):
-            words = [self.seed]
+        is_public = all(group.opted_out for mechanism in self._mechanisms for group in mechanism.groups)
+        if self.noise_seed is not None or (is_public and self.cohort_entropy is None):
+            seed = self.seed if self.noise_seed is None else self.noise_seed
+            rng = np.random.default_rng([seed, COHORT, round])
         else:
-            words = os_entropy(4).tolist()
-        return server.sample_cohort(self.mechanism, self._members_G, np.random.default_rng([*words, COHORT, round]))
+            words = os_entropy(4) if self.cohort_entropy is None else self.cohort_entropy
+            rng = secret_generator([*words.tolist(), COHORT, round])
+        return server.sample_cohort(self.mechanism, self._members_G, rng)
 
     def run_round(self) -> None:
         """Run one round. It returns when the round is dispatched; at most one round is being computed before it."""

@@ -63,6 +63,20 @@ def test_a_member_that_is_no_array_is_not_unpacked(path):
         tracemalloc.stop()
 
 
+def test_a_header_is_not_unpacked_before_its_length_is_known(path):
+    """A header of 200 MB is a file of 200 kB."""
+    content = b"\x93NUMPY\x02\x00" + (200 * 2**20).to_bytes(4, "little") + b" " * (200 * 2**20)
+    npz, array = write(path, x__npy=content), path.with_suffix(".npy")
+    array.write_bytes(content)
+    del content
+    tracemalloc.start()
+    for read, file in ((read_npz, npz), (read_npy, array)):
+        with pytest.raises(ValueError, match="header of 209,715,200 bytes"):
+            read(file)
+    assert tracemalloc.get_traced_memory()[1] < 10 * 2**20
+    tracemalloc.stop()
+
+
 @pytest.mark.parametrize("shape", [b"(900000000, 1000), ", b"(9,)", b"(-3,)", b"(3, 0)"])
 def test_an_array_of_another_size_than_it_has_is_refused(path, shape):
     content = npy(np.zeros(3), shape=(b"(3,), }" + b" " * 40, b"%s}" % shape + b" " * (47 - len(shape) - 1)))

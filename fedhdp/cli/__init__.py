@@ -51,6 +51,8 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without ε still shows the table
     try:
+        for argument in sys.argv[1:]:
+            argument.encode()  # files and ledgers have names as UTF-8
         sys.exit(app(standalone_mode=False))
     except click.exceptions.NoArgsIsHelpError:  # the help has been printed
         sys.exit(2)
@@ -58,6 +60,8 @@ def main() -> None:
         sys.exit(130)
     except click.ClickException as error:
         message = error.format_message()
+    except UnicodeEncodeError as error:
+        message = f"names and paths must be UTF-8, got {error.object[:MAX_VALUE_LENGTH]!r}"
     except (FedHDPError, OSError) as error:
         message = _cut_value(error)
     line = f"fedhdp: {message}".replace("\n", " ")

@@ -25,6 +25,7 @@ from fedhdp.privacy.accounting import pluralize
 from fedhdp.privacy.ledger import Ledger
 
 HOUR = 3600.0
+MAX_LOGGED = 200  # letters of a node's text
 MAX_TIMEOUT_FACTOR = 8  # of queries to a node that answers none
 
 
@@ -236,9 +237,8 @@ class Registry:
         if level is None:
             log(INFO, "%s chooses no level and gets the strictest, %s", label, strictest)
         else:
-            log(
-                WARNING, "%s wants level %r, which is not on offer, and gets the strictest, %s", label, level, strictest
-            )
+            message = "%s wants level %r, which is not on offer, and gets the strictest, %s"
+            log(WARNING, message, label, level[:MAX_LOGGED], strictest)  # a node can send any text
         return strictest
 
 

@@ -59,7 +59,7 @@ from fedhdp.privacy.accounting import pluralize
 from fedhdp.privacy.budget import DeploymentBilling
 from fedhdp.results.metrics import clip_rows, group_rows
 from fedhdp.results.schema import MetricInfo, MetricRow
-from fedhdp.rng import COHORT
+from fedhdp.rng import COHORT, process_entropy, secret_generator
 from fedhdp.server import Layers, ServerState
 
 
@@ -233,7 +233,8 @@ class FedHDP(Strategy):
 
     def _sample_cohort(self, mechanism: Mechanism) -> list[tuple[str, int]]:
         seed = self.deployment.cohort_seed
-        rng = np.random.default_rng(None if seed is None else [seed, COHORT, self.round])
+        words = process_entropy(8).tolist()
+        rng = secret_generator(words) if seed is None else np.random.default_rng([seed, COHORT, self.round])
         clients = self._clients()
         group_C = np.array([group for _, group in clients])
         members_G = [np.flatnonzero(group_C == group) for group in range(len(mechanism.groups))]

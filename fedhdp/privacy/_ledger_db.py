@@ -40,10 +40,15 @@ ERRORS = {  # by the first two words of SQLite's name
     "SQLITE_CANTOPEN": "cannot be opened",
     "SQLITE_READONLY": "cannot be written, so no round can be charged",
 }
+DAMAGE = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "")  # "": text that is not UTF-8
 
 
 class DamagedLedgerError(LedgerError):
     """A ledger that is not as it was written; `fedhdp ledger restore` puts a backup in its place."""
+
+
+class OtherFileError(LedgerError):
+    """A file that says that it is no ledger, or one of another version."""
 
 
 class LedgerFile:
@@ -131,10 +136,11 @@ class LedgerFile:
             self._db.execute(query).fetchone()[0] for query in ("PRAGMA application_id", "PRAGMA user_version")
         )
         if application != APPLICATION:
-            raise self._error("not a ledger, but another program's database", "path", self.path)
+            message = f"{self.path}: not a ledger, but another program's database"
+            raise OtherFileError(message, "path", self.path)
         if version != VERSION:
-            message = f"a ledger of version {version}, while this fedhdp reads version {VERSION} alone"
-            raise self._error(message, "version", version)
+            message = f"{self.path}: a ledger of version {version}, while this fedhdp reads version {VERSION} alone"
+            raise OtherFileError(message, "version", version)
 
     def _check_contents(self) -> None:
         """Refuse a file that is damaged, or that another program has changed."""
@@ -175,15 +181,13 @@ class LedgerFile:
             yield
         except sqlite3.Error as error:
             name = "_".join(getattr(error, "sqlite_errorname", "").split("_")[:2])
-            if name in ("SQLITE_CORRUPT", "SQLITE_NOTADB"):
+            if name in DAMAGE:
                 raise self._damaged(str(error)) from error
-            raise self._error(f"{ERRORS.get(name, 'damaged or unreadable')} ({error})", "path", self.path) from error
+            raise self._error(f"{ERRORS.get(name, 'cannot be used')} ({error})", "path", self.path) from error
 
     def _damaged(self, problem: str) -> DamagedLedgerError:
-        message = (
-            f"{self.path}: damaged, or no ledger: {problem[:200]}; `fedhdp ledger restore` puts a backup in its place"
-        )
-        return DamagedLedgerError(message, "path", self.path)
+        what = f"{self.path}: damaged, or no ledger: {' '.join(problem.split())[:200]}"
+        return DamagedLedgerError(f"{what}; `fedhdp ledger restore` puts a backup in its place", "path", self.path)
 
     def _error(self, message: str, field: str, value: object = None) -> LedgerError:
         return LedgerError(f"{self.path}: {message}", field, value)

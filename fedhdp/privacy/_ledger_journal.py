@@ -52,9 +52,10 @@ def restorations(db: sqlite3.Connection) -> list[str]:
     return [values[0] for kind, *values in entries if kind == "restored"]
 
 
-def identity(db: sqlite3.Connection) -> str:
-    """The first entry, which a ledger shares with its copies alone."""
-    return str(db.execute("SELECT entry FROM journal WHERE number = 1").fetchone()[0])
+def identity(db: sqlite3.Connection) -> str | None:
+    """The first entry, which a ledger shares with its copies alone; None where it is damaged."""
+    entry, checksum = db.execute("SELECT entry, checksum FROM journal WHERE number = 1").fetchone()
+    return str(entry) if checksum == _checksum("", entry) else None
 
 
 def _insert(db: sqlite3.Connection, number: int, previous: str, values: list[Any]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fedhdp.errors import LedgerError
 from fedhdp.privacy import _ledger_journal as journal
-from fedhdp.privacy._ledger_db import DamagedLedgerError, place
+from fedhdp.privacy._ledger_db import DamagedLedgerError, OtherFileError, place
 from fedhdp.privacy.ledger import Ledger
 
 
@@ -49,17 +49,10 @@ def restore(copy: str | Path, path: str | Path) -> Path | None:
             backup would be lost.
     """
     path = Path(path)
-    damaged = None
-    if path.exists():
-        try:
-            Ledger(path, read_only=True).close()
-        except DamagedLedgerError:
-            damaged = next(name for n in range(1, 10**6) if not (name := Path(f"{path}.damaged-{n}")).exists())
-        else:
-            raise LedgerError(f"{path}: not damaged, so no backup is put in its place", "path", path)
     with _draft(copy, path) as draft:
         if _identity(path) not in (None, _identity(draft)):
             raise LedgerError(f"{copy}: a copy of another ledger than {path}", "copy", copy)
+        damaged = _name_of_damaged(path, _identity(path) is not None) if path.exists() else None
         with Ledger(draft) as ledger:
             ledger.mark_restored()
         if damaged is not None:
@@ -68,6 +61,20 @@ def restore(copy: str | Path, path: str | Path) -> Path | None:
             pending.rename(f"{damaged or path}-journal.old")
         place(draft, path)
     return damaged
+
+
+def _name_of_damaged(path: Path, is_of_copy: bool) -> Path:
+    """The name that a damaged ledger gets; ``is_of_copy``: its journal is that of the backup."""
+    try:
+        Ledger(path, read_only=True).close()
+    except DamagedLedgerError:
+        pass
+    except OtherFileError:  # where its header is damaged, which says what it is
+        if not is_of_copy:
+            raise
+    else:
+        raise LedgerError(f"{path}: not damaged, so no backup is put in its place", "path", path)
+    return next(name for n in range(1, 10**6) if not (name := Path(f"{path}.damaged-{n}")).exists())
 
 
 def _identity(path: Path) -> str | None:

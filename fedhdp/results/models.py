@@ -6,6 +6,7 @@ Personal models are the clients' own. They carry no noise: who has one can find 
 from __future__ import annotations
 
 import csv
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,10 +16,12 @@ from fedhdp.errors import RunError
 from fedhdp.results.store import (
     CLIENTS_FILE,
     MODEL_FILE,
+    PERSONAL_CHECKSUMS_FILE,
     PERSONAL_FILE,
     RUNS_FILE,
     DamagedRunError,
     VariantDirectory,
+    check_files,
     read_arrays,
     slug,
 )
@@ -35,8 +38,10 @@ def find_variant(directory: Path | str, variant: str | None = None) -> Path:
 
     Raises:
         RunError: If there is no finished run, no such variant, or several and none is named.
+        DamagedRunError: If a file of the run is not as it was written.
     """
     directory = Path(directory)
+    check_files(directory)
     if (directory / RUNS_FILE).exists():
         raise RunError(f"{directory} has several runs: name the directory of one", "directory", str(directory))
     paths = sorted(path.parent for path in directory.glob(f"*/{MODEL_FILE}"))
@@ -95,12 +100,18 @@ class PersonalModels(Mapping[str, Arrays]):
         except (OSError, ValueError, KeyError) as error:
             raise DamagedRunError(f"{path / PERSONAL_FILE} is damaged: {error}") from error
         self._shapes = {name: (array.shape, array.dtype) for name, array in shapes.items()}
-        if self.rows.shape != (len(ids), sum(array.size for array in shapes.values())):
-            raise DamagedRunError(f"{path / PERSONAL_FILE} is damaged: its shape is {self.rows.shape}")
+        self._path, declared = path / PERSONAL_FILE, (self.rows.shape, self.rows.dtype)
+        if declared != ((len(ids), sum(array.size for array in shapes.values())), np.dtype(np.float32)):
+            raise DamagedRunError(f"{self._path} is damaged: it has {declared[1]} of the shape {declared[0]}")
         self._row_of = {client: row for row, client in enumerate(ids)}
+        checksums = path / PERSONAL_CHECKSUMS_FILE  # older runs have none
+        self._crc_K = read_arrays(checksums, ["crc32"])["crc32"] if checksums.exists() else None
 
     def __getitem__(self, client: str) -> Arrays:
-        row_P, arrays, first = self.rows[self._row_of[str(client)]], {}, 0
+        row, arrays, first = self._row_of[str(client)], dict[str, np.ndarray](), 0
+        row_P = self.rows[row]
+        if self._crc_K is not None and zlib.crc32(row_P.tobytes()) != self._crc_K[row]:
+            raise DamagedRunError(f"{self._path} is damaged: the model of client {client} is not as it was written")
         for name, (shape, dtype) in self._shapes.items():
             size = int(np.prod(shape))
             arrays[name] = row_P[first : first + size].reshape(shape).astype(dtype)

@@ -10,6 +10,7 @@
     DIR/VARIANT/model.npz         the final global model (and its average), by parameter
     DIR/VARIANT/scores.npz        each client's final values, by MODEL/METRIC
     DIR/VARIANT/personal_models.npy   every client's personal model, a row each (see Experiment.keep_personal)
+    DIR/VARIANT/personal_checksums.npz   the CRC-32 of each of these rows, which are read one by one
     DIR/VARIANT/result.json       the variant's part of the summary
     DIR/report.html               the page of the run, or of the folder of several (`fedhdp report`)
     DIR/checksums.sha256          of the files that do not change any more and have no checksums of their own
@@ -36,6 +37,7 @@ import os
 import re
 import secrets
 import shutil
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -64,7 +66,7 @@ REPORT_FILE = "report.html"
 HISTORY_FILE, CHECKPOINT_FILE = "history.csv", "checkpoint.npz"
 PERSONAL_STORE_FILE = "personal.bin"  # beside a checkpoint: personal models that do not fit into memory
 MODEL_FILE, SCORES_FILE, RESULT_FILE = "model.npz", "scores.npz", "result.json"
-PERSONAL_FILE = "personal_models.npy"
+PERSONAL_FILE, PERSONAL_CHECKSUMS_FILE = "personal_models.npy", "personal_checksums.npz"
 BASIS_FILE = "basis.npy"  # the public basis of the model's inputs
 START_MODEL_FILE, START_FILE = "start.npz", "start.json"
 FIRST_FILES = (EXPERIMENT_FILE, RUN_FILE, CLIENTS_FILE, BASIS_FILE, START_FILE)  # written before the first round
@@ -307,12 +309,13 @@ class VariantDirectory:
         """Write personal models: a row of parameters for each client, of whom ``rows`` has some at a time."""
         part = self.path / f"{PERSONAL_FILE}.part"
         models = np.lib.format.open_memmap(part, "w+", np.float32, shape)
-        first = 0
+        checksums: list[int] = []
         for row_CP in rows:
-            models[first : first + len(row_CP)] = row_CP
-            first += len(row_CP)
+            models[len(checksums) : len(checksums) + len(row_CP)] = row_CP
+            checksums += (zlib.crc32(np.asarray(row_P, np.float32).tobytes()) for row_P in row_CP)
         models.flush()
         del models
+        write_arrays(self.path / PERSONAL_CHECKSUMS_FILE, {"crc32": np.array(checksums, np.uint32)})
         os.replace(part, self.path / PERSONAL_FILE)
 
     def finish(

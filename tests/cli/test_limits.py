@@ -83,5 +83,13 @@ def test_a_nul_in_a_text(run_with, old, new):
     assert "NUL" in run_with(old, new)
 
 
+def test_a_name_that_is_no_utf8(run_with, run_cli, tmp_path):
+    assert "UTF-8" in run_with("rounds = 2", "rounds = 3", "--ledger", "\udcff.ledger")
+    assert (
+        run_cli("ledger", "show", "\udcff.ledger").stderr
+        == "fedhdp: names and paths must be UTF-8, got '\\udcff.ledger'\n"
+    )
+
+
 def test_nested_without_end(run_with):
     run_with("rounds = 2", f"rounds = {'[' * 5000}{']' * 5000}")

@@ -159,9 +159,16 @@ def test_noise_is_fresh_though_the_seed_is_the_same():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("rounds", 0), ("runs", 0), ("canaries", 0), ("confidence", 1.0), ("seed", -1)]
+    ("field", "value"),
+    [("rounds", 0), ("runs", 0), ("runs", 10**21), ("canaries", 0), ("confidence", 1.0), ("seed", -1)],
 )
 def test_values_out_of_range(field, value):
     values = {"rounds": 2, field: value}
     with raises_field(field):
         audit_mechanism(SMALL, values.pop("rounds"), **values)
+
+
+def test_clients_that_no_memory_holds_are_not_audited(monkeypatch):
+    monkeypatch.setattr("fedhdp.memory.machine_memory", lambda: 10**9)
+    with raises_field("clients"):
+        audit_mechanism(replace(SMALL, groups=(replace(SMALL.groups[1], clients=10**10),)), 2)

@@ -94,6 +94,30 @@ def test_torn_file_is_refused(kept, tmp_path):
         load_personal(tmp_path / "run", "0", "FedHDP")
 
 
+def test_a_changed_number_is_not_a_personal_model(kept, tmp_path):
+    """A bit of a model, the type of all of them, and the order of the clients, which says whose they are."""
+    import shutil
+
+    shutil.copytree(kept, tmp_path / "run")
+    path, clients = tmp_path / "run" / "fedhdp" / "personal_models.npy", tmp_path / "run" / "clients.csv"
+    content, lines = path.read_bytes(), clients.read_text().splitlines(keepends=True)
+    expected = load_personal(tmp_path / "run", "1", "FedHDP")
+    bit_flipped = bytearray(content)
+    bit_flipped[len(content) - 7] ^= 1
+    path.write_bytes(bit_flipped)
+    with pytest.raises(DamagedRunError):
+        load_personal(tmp_path / "run", list(PersonalModels(tmp_path / "run", "FedHDP"))[-1], "FedHDP")
+    for name, array in load_personal(tmp_path / "run", "1", "FedHDP").items():  # other rows are as they were
+        np.testing.assert_array_equal(array, expected[name])
+    path.write_bytes(content.replace(b"'<f4'", b"'>f4'"))
+    with pytest.raises(DamagedRunError):
+        load_personal(tmp_path / "run", "1", "FedHDP")
+    path.write_bytes(content)
+    clients.write_text("".join([lines[0], lines[2], lines[1], *lines[3:]]))
+    with pytest.raises(DamagedRunError):
+        load_personal(tmp_path / "run", "1", "FedHDP")
+
+
 def test_run_that_does_not_personalize_keeps_none(tmp_path):
     training = replace(tiny().training, personalize=False)
     with raises_field("keep_personal", InvalidValueError):

@@ -38,6 +38,16 @@ def test_default_is_the_strictest_level(tmp_path):
     assert sorted(registered_levels(deployment)) == ["open", "strict", "strict"]
 
 
+def test_a_level_of_a_million_letters_is_not_logged(tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr("fedhdp.flower.registry.log", lambda level, text, *values: lines.append(text % values))
+    deployment = make_deployment(tmp_path)
+    run_plain(InProcessGrid([plain_node(1, privacy="a\n" * 500_000), plain_node(2)]), deployment)
+    assert registered_levels(deployment) == ["strict", "strict"]
+    assert max(map(len, lines)) < 1000
+    assert "\n" not in "".join(lines)
+
+
 def test_strictest_level_has_the_smallest_epsilon(tmp_path):
     levels = {
         "b": PrivacyLevel(sampling_rate=0.5, noise_multiplier=1.0),

@@ -333,3 +333,45 @@ def test_a_backup_takes_the_place_of_a_damaged_ledger_alone(tmp_path, path, ledg
     with raises_field("path", DamagedLedgerError):
         restore(tmp_path / "copy", path)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("place", [60, 68, b"started TEXT"])
+def test_every_damage_that_is_refused_can_be_restored(tmp_path, path, ledger, place):
+    """Also where the header says another version or another program, or where a definition is no text any more."""
+    ledger.charge("run", ROUND)
+    backup(path, tmp_path / "copy")
+    Ledger(tmp_path / "other").close()
+    ledger.close()
+    content = bytearray(path.read_bytes())
+    place = content.index(place) if isinstance(place, bytes) else place
+    content[place] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(LedgerError) as error:
+        Ledger(path)
+    assert "\n" not in str(error.value)
+    with raises_field("copy", LedgerError):
+        restore(tmp_path / "other", path)
+    assert restore(tmp_path / "copy", path) == Path(f"{path}.damaged-1")
+    with Ledger(path) as restored:
+        assert (rounds_of(restored, "lax"), len(restored.restorations())) == (1, 1)
+
+
+def test_a_ledger_whose_first_entry_is_damaged_can_be_restored(tmp_path, path, ledger):
+    """It cannot say any more whose copies are its own."""
+    backup(path, tmp_path / "copy")
+    ledger.close()
+    content = bytearray(path.read_bytes())
+    content[content.index(b'["ledger", "') + 12] ^= 1
+    path.write_bytes(content)
+    assert restore(tmp_path / "copy", path) == Path(f"{path}.damaged-1")
+
+
+def test_a_backup_takes_no_other_programs_place(tmp_path, path, ledger):
+    backup(path, tmp_path / "copy")
+    other = tmp_path / "other.db"
+    with contextlib.closing(sqlite3.connect(other)) as database, database:
+        database.execute("CREATE TABLE notes (text TEXT)")
+    content = other.read_bytes()
+    with raises_field("path", LedgerError):
+        restore(tmp_path / "copy", other)
+    assert other.read_bytes() == content

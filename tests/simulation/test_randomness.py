@@ -10,7 +10,7 @@ from simulations import CHOSEN, MODEL, TRAINING, same, trained
 
 from fedhdp.algorithms import dp_fedavg, non_private
 from fedhdp.mechanism import Mechanism
-from fedhdp.rng import BATCHES, COHORT, NOISE, os_entropy, stream
+from fedhdp.rng import BATCHES, COHORT, NOISE, os_entropy, secret_generator, stream
 from fedhdp.rng import MODEL as MODEL_STREAM
 from fedhdp.simulation import Simulation
 
@@ -68,6 +68,25 @@ def test_shared_cohort_entropy_gives_the_same_cohorts(data):
     assert cohorts == [second.draw_cohort(number).tolist() for number in range(6)]
     assert len(set(map(tuple, cohorts))) == 6
     assert cohorts != [first.draw_cohort(number + 6).tolist() for number in range(6)]
+
+
+@pytest.mark.parametrize("words", [None, os_entropy(4)])
+def test_coins_that_are_seen_give_no_others_away(data, monkeypatch, words):
+    """Secret cohorts are not drawn by NumPy's default generator, whose state follows from what it has put out."""
+    generators = []
+    monkeypatch.setattr("fedhdp.server.sample_cohort", lambda mechanism, members_G, rng: generators.append(rng))
+    secret = Simulation(data, MODEL, CHOSEN, TRAINING, cohort_entropy=words)
+    for simulation in (secret, secret, Simulation(data, MODEL, CHOSEN, TRAINING, noise_seed=7)):
+        simulation.draw_cohort(3)
+    kinds = [type(rng.bit_generator).__name__ for rng in generators]
+    assert kinds == ["Philox", "Philox", "PCG64"]
+    keys = [generators[number].bit_generator.state["state"]["key"].tolist() for number in (0, 1)]
+    assert (keys[0] == keys[1]) == (words is not None)
+
+
+def test_secret_generators_differ_by_every_word():
+    outputs = {tuple(secret_generator(words).integers(0, 2**32, 4)) for words in ([1, 2, 3], [1, 2, 4], [2, 1, 3])}
+    assert len(outputs) == 3
 
 
 def test_no_two_purposes_share_a_stream():

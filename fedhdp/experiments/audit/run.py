@@ -17,6 +17,7 @@ from fedhdp.experiments.audit.system import SOUND, ServerFunctions, ServerSystem
 from fedhdp.experiments.audit.training import audit_training
 from fedhdp.experiments.config import Experiment
 from fedhdp.mechanism import ScheduledMechanism, mechanism_at
+from fedhdp.memory import require_memory
 from fedhdp.privacy.accounting import Accountant, default_accountant
 from fedhdp.privacy.audit import meter
 from fedhdp.privacy.audit.canaries import System, audit_rounds, make_layout
@@ -27,6 +28,8 @@ from fedhdp.privacy.costs import ADJACENCY
 
 TAIL_SAMPLES = 2**20  # of one round's noise, whose tails are read
 CANARIES = 1000  # of each group
+MAX_RUNS = 10_000
+CLIENT_BYTES = 16  # of a client in the memory of an audit, at least
 TRAINING_CANARIES = 200  # of each group, in a real run
 Watch = Callable[[str, int, int], None]
 
@@ -62,13 +65,14 @@ def audit_mechanism(
         InvalidValueError: If a value is out of range.
     """
     require(rounds >= 1, "rounds", rounds, "at least 1")
-    require(runs >= 1, "runs", runs, "at least 1")
+    require(1 <= runs <= MAX_RUNS, "runs", runs, f"between 1 and {MAX_RUNS:,}")
     require(canaries >= 1, "canaries", canaries, "at least 1")
     require(0.5 <= confidence < 1, "confidence", confidence, "at least 0.5 and below 1")
     require(0 <= seed < 2**31, "seed", seed, "at least 0 and below 2**31")
     use_cpu_cores()
     start, rng = time.monotonic(), np.random.default_rng(seed)
     mechanism = mechanism_at(schedule, 0)
+    require_memory(CLIENT_BYTES * mechanism.clients, "clients", mechanism.clients)
     accountant = accountant or default_accountant(mechanism.sampling)
     delta_of = delta if callable(delta) else lambda group: delta
     claims = make_claims(schedule, rounds, delta_of, accountant)

@@ -17,7 +17,7 @@ from fedhdp import server
 from fedhdp.exact import ExactRound
 from fedhdp.mechanism import Mechanism, RoundParams
 from fedhdp.privacy.audit.canaries import Floats32, Integers
-from fedhdp.rng import noise_bytes, os_entropy
+from fedhdp.rng import noise_bytes, os_entropy, secret_generator
 from fedhdp.server import Layers
 
 CHUNK = 128  # clients whose updates are summed at a time
@@ -64,7 +64,7 @@ class ServerSystem:
 
     def sample(self, mechanism: Mechanism) -> Integers:
         """The clients of a round, by secret coins."""
-        rng = np.random.default_rng(os_entropy(4).tolist())
+        rng = secret_generator(os_entropy(4).tolist())
         return np.asarray(self._functions.sample_cohort(mechanism, self._members_G, rng), np.int64)
 
     def release(

@@ -124,15 +124,14 @@ def make_handwriting(
 
     count_K = np.full(clients, samples) if sizes is None else np.asarray(sizes)
     test_count_K = np.full(clients, test_samples) if test_sizes is None else np.asarray(test_sizes)
-    options = {"split": split, "classes": classes, "skewed_clients": skewed_clients, "seed": seed}
-    of_clients = partial(client_examples, **options)
+    of_clients = partial(client_examples, split=split, classes=classes, skewed_clients=skewed_clients, seed=seed)
     is_streamed = bool(count_K.sum() > MAX_IMAGES_IN_MEMORY)
     if is_streamed:
         test_count_K = np.where(np.arange(clients) % -(-clients // TESTED_CLIENTS) == 0, test_count_K, 0)
-    counts = {"test": test_count_K} if is_streamed else {"train": count_K, "test": test_count_K}
+    count_of = {"test": test_count_K} if is_streamed else {"train": count_K, "test": test_count_K}
     sizes_of_parts = [None if part is None else np.asarray(part).tolist() for part in (sizes, test_sizes)]
-    described = (clients, samples, test_samples, server_test, sizes_of_parts, options)
-    generate = partial(_arrays, of_clients, counts, server_test, classes, seed)
+    described = (clients, samples, test_samples, server_test, sizes_of_parts, split, classes, skewed_clients, seed)
+    generate = partial(_arrays, of_clients, count_of, server_test, classes, seed)
     arrays = load_or_generate("handwriting", SOURCES, described, generate)
     train: ExampleSource
     if is_streamed:

@@ -1,11 +1,12 @@
-# make run: the quickstart. make test: the tests. Both install into .venv first, if anything has changed.
+# make run: the quickstart. make test: the tests. Both install into .venv first, if anything has changed: a run what it needs,
+# tests everything.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: run test test-quick lint docs wheel torch browser install clean lock flower-demo bench conformance torture
 
-run: install
+run: .venv/run
 	$(BIN)/fedhdp run $(ARGS)
 
 test: install
@@ -52,10 +53,12 @@ browser: install  # Chromium and playwright, for the tests of pages; without roo
 
 install: .venv/installed
 
-.venv/installed: pyproject.toml requirements.lock
+.venv/run: EXTRAS =
+.venv/installed: EXTRAS = [dev]
+.venv/run .venv/installed: pyproject.toml requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable '.[dev]'
-	touch $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable '.$(EXTRAS)'
+	touch .venv/run $@
 
 clean:
 	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,8 +3,8 @@
     python benchmarks/startup.py                         the quickstart
     python benchmarks/startup.py --experiment letters --runs 5
 
-The first run has an empty folder for compiled programs, which the others use. Beside it, the imports alone. Seconds of all
-cores are in brackets: other load on the machine moves them less.
+The first run has an empty folder for compiled programs and images, which the others use. Beside it, the imports alone.
+Seconds of all cores are in brackets: other load on the machine moves them less.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedhdp.errors import FedHDPError, ModelError
-from fedhdp.models import Array, Model, Parameters
+from fedhdp.models import Array, Model, Parameters, check_parameter_types
 
 _TRAINING = (
     "train",
@@ -131,7 +131,9 @@ def from_equinox(module: Any, **loss_and_metrics: Any) -> Model:
     leaves = jax.tree.leaves(shapes, is_leaf=lambda leaf: isinstance(leaf, eqx.nn.StateIndex))
     _refuse_state(name, {type(leaf).__name__ for leaf in leaves if isinstance(leaf, eqx.nn.StateIndex)})
     if not is_module:
-        _check_floats(name, [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)])
+        check_parameter_types(
+            f"the parameters of {name}", [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+        )
     static = module if is_module else eqx.filter(shapes, lambda leaf: not isinstance(leaf, jax.ShapeDtypeStruct))
     takes_key = "key" in inspect.signature(type(shapes).__call__).parameters
 
@@ -209,7 +211,7 @@ def _seed(leaf: Any, key: Array, number: int) -> Array:
 def _checked(name: str, model: Model, example: Any = None) -> Model:
     """The model, if its parameters are floats and it can be applied to the example."""
     shapes = _shapes("init", name, lambda: model.init(jax.random.key(0)))
-    _check_floats(name, jax.tree.leaves(shapes))
+    check_parameter_types(f"the parameters of {name}", shapes)
     if example is not None:
         x_N = _batch(example)
         for has_key in (False, True):
@@ -221,13 +223,6 @@ def _checked(name: str, model: Model, example: Any = None) -> Model:
 def _check_type(condition: bool, kind: str, value: Any) -> None:
     if not condition:
         raise ModelError(f"module must be {kind}, got {type(value).__name__}", "module", value)
-
-
-def _check_floats(name: str, shapes: list[Any]) -> None:
-    names = sorted({str(leaf.dtype) for leaf in shapes if not str(leaf.dtype).startswith("float")})
-    if names or not shapes:
-        value = ", ".join(names) or "none"
-        raise ModelError(f"the parameters of {name} must be arrays of floats, got {value}", "parameters", value)
 
 
 def _refuse_state(name: str, state: Any) -> None:

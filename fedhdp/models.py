@@ -2,8 +2,8 @@
 
 A ``Model`` is a frozen pair of pure functions, ``init(key) -> parameters`` and ``apply(parameters, x_N, key) ->
 outputs``, with a loss for each example and metrics. ``key`` is None in evaluation; in local training it is there for
-dropout. Any pytree of float arrays serves as parameters, so a model from plain JAX is ready as it is; ``adapters.py`` makes
-models of modules of Flax, Equinox and Haiku.
+dropout. Any pytree of float32 arrays serves as parameters, so a model from plain JAX is ready as it is;
+``adapters.py`` makes models of modules of Flax, Equinox and Haiku.
 
 Networks are written here as anyone would write them. The engine reads a model's program and finds what it can compute
 faster (see ``engine/network.py``).
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from fedhdp.errors import DataError, ModelError
 
-Parameters = Any  # any pytree of float arrays
+Parameters = Any  # any pytree of arrays of float32, or of float64 where JAX has it
 Array = jax.Array
 
 
@@ -39,6 +39,19 @@ def parameter_sizes(parameters: Parameters) -> dict[str, int]:
     """How many parameters each array has, by its path in the model, in the order of a row of all parameters."""
     leaves, _ = jax.tree.flatten_with_path(parameters)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): math.prod(leaf.shape) for path, leaf in leaves}
+
+
+def check_parameter_types(what: str, parameters: Parameters) -> None:
+    """Refuse parameters that cannot be clipped and noised: in 16 bits, squares of small numbers are 0, and norms too small.
+
+    Raises:
+        ModelError: If there are none, or some are neither float32 nor float64.
+    """
+    types = {str(leaf.dtype) for leaf in jax.tree.leaves(parameters)}
+    if not types or types - {"float32", "float64"}:
+        names = ", ".join(sorted(types)) or "none"
+        rule = "arrays of float32, which apply may cast"
+        raise ModelError(f"{what} must be {rule}, got {names}", "parameters", names)
 
 
 def parameter_bytes(model: Model) -> int:

@@ -1,4 +1,4 @@
-"""The command line's compilation cache: compiled programs in a folder of the user's, so that the next run starts sooner.
+"""The command line's cache: compiled programs and generated images, so that the next run starts sooner.
 
 ``FEDHDP_COMPILATION_CACHE`` names another folder, or ``off``. Settings of JAX's own, such as ``JAX_COMPILATION_CACHE_DIR``,
 have precedence. A program that is read is executed, so the folder must belong to the user.
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE, OFF = "FEDHDP_COMPILATION_CACHE", "off"
-MAX_BYTES = 2**29  # the oldest programs are removed above it
+MAX_BYTES = 2**29  # the oldest files are removed above it
 _FAILED = re.compile(r"Error (reading|writing) persistent compilation cache entry for '(.+?)'")
 
 
 def use_compilation_cache() -> None:
-    """Let JAX keep compiled programs, where the folder is the user's and writable. Call it before anything is compiled."""
+    """Keep compiled programs and generated images, where the folder is the user's. Call it before anything is compiled."""
     directory = os.environ.get(VARIABLE, "")
     if directory == OFF or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
@@ -37,6 +37,9 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a start has many small programs
+    from fedhdp.datasets.kept import keep_in
+
+    keep_in(folder)
 
 
 def _default_directory() -> Path:
@@ -69,7 +72,7 @@ def _is_own_folder(folder: Path) -> bool:
 
 
 def _remove_oldest(folder: Path) -> None:
-    """Remove the oldest programs of a folder that is too large, down to half of the limit."""
+    """Remove the oldest files of a folder that is too large, down to half of the limit."""
     files = []
     for path in folder.iterdir():
         try:

@@ -6,6 +6,7 @@ variable that says which of the run's processes each is. Of several machines eac
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import os
@@ -93,7 +94,10 @@ def find_places(
         if not 0 <= process_id < processes:
             message = f"--process-id must be from 0 to {processes - 1}, got {process_id}"
             raise ConfigError(message, "process_id", process_id)
-        return [Place(processes, process_id, coordinator)] if processes > 1 else []
+        if processes == 1:
+            return []
+        _check_address(coordinator, process_id == 0)
+        return [Place(processes, process_id, coordinator)]
     if processes is not None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -104,6 +108,41 @@ def find_places(
         in_step = int(environment.get("SLURM_STEP_NUM_TASKS", tasks))  # 1 in the shell of salloc, whatever the job has
         return [Place(tasks, int(environment["SLURM_PROCID"]), None)] if min(tasks, in_step) > 1 else []
     return []
+
+
+def _check_address(coordinator: str, is_first: bool) -> None:
+    """Refuse an address that no process can use: with one, JAX would wait for minutes or crash.
+
+    Raises:
+        ConfigError: If it is not HOST:PORT, its host is not known here, or another process has process 0's port.
+    """
+    host, _, port = coordinator.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        rule = "--coordinator must be HOST:PORT with a port from 1 to 65535"
+        raise ConfigError(f"{rule}, got {coordinator}", "coordinator", coordinator)
+    try:
+        socket.getaddrinfo(host, int(port))
+    except OSError as error:
+        message = f"--coordinator {coordinator}: the host is not known here ({error.strerror})"
+        raise ConfigError(message, "coordinator", coordinator) from error
+    if is_first and not _is_free(int(port)):
+        message = f"--coordinator {coordinator}: another process on this machine has port {port}"
+        raise ConfigError(message, "coordinator", coordinator)
+
+
+def _is_free(port: int) -> bool:
+    """Whether a server can have this port, on all of the machine's addresses as JAX's does."""
+    families = [(socket.AF_INET, "0.0.0.0"), *([(socket.AF_INET6, "::")] if socket.has_ipv6 else [])]
+    for family, everywhere in families:
+        try:
+            with socket.socket(family) as server:
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                server.bind((everywhere, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+    return True
 
 
 def supervise(places: Sequence[Place]) -> int:
@@ -208,10 +247,14 @@ def _work(place: Place, start: Callable[[], None]) -> None:
     threading.Thread(target=_end_with_supervisor, args=(os.getppid(),), daemon=True).start()
     if place.number == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    from fedhdp.experiments.distributed import follow, join, leading
+    from fedhdp.experiments.distributed import START_SECONDS, follow, join, leading
 
     try:
+        where = "" if place.coordinator is None else f" at {place.coordinator}"
+        reason = f"not all {place.processes} came{where} within {START_SECONDS} s, or two had the same --process-id"
+        _reason_file(place).write_text(reason)  # where they cannot connect, JAX aborts this process
         join(place.processes, place.number, place.coordinator)
+        _reason_file(place).unlink()
         if place.number > 0:
             follow()
             return

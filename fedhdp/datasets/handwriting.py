@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ import numpy as np
 from fedhdp.data import ExampleSource, FederatedData, examples
 from fedhdp.datasets.femnist import check_classes
 from fedhdp.datasets.glyphs import GLYPHS, MAX_STROKES, shape_table
+from fedhdp.datasets.kept import load_or_generate
 from fedhdp.datasets.splits import Split, check_split, index_in_client
 from fedhdp.devices import use_cpu_cores
 from fedhdp.errors import require
@@ -57,6 +59,7 @@ SKEWED_CLASS = 7
 MAX_IMAGES_IN_MEMORY = 5_000_000  # train images: 4 GB
 TESTED_CLIENTS = 2000  # about as many clients have test examples where train examples are streamed
 CHUNK = 256  # images generated at once: one compilation, and temporaries that fit into the cache
+SOURCES = [Path(__file__).with_name(f"{name}.py") for name in ("handwriting", "glyphs", "splits")]  # of every image
 
 # Each purpose has one stream of random numbers. Writers are numbered from 0 in each of the three streams of styles.
 _TRAIN, _TEST, _SERVER, _CLIENT_STYLES, _POOL_STYLES, _SERVER_STYLES, _CLASSES, _PREFERENCES = range(8)
@@ -121,19 +124,38 @@ def make_handwriting(
 
     count_K = np.full(clients, samples) if sizes is None else np.asarray(sizes)
     test_count_K = np.full(clients, test_samples) if test_sizes is None else np.asarray(test_sizes)
-    generate = partial(client_examples, split=split, classes=classes, skewed_clients=skewed_clients, seed=seed)
-    train: ExampleSource
-    if count_K.sum() > MAX_IMAGES_IN_MEMORY:
-        train = StreamedHandwriting(count_K.astype(np.int32), generate)
+    of_clients = partial(client_examples, split=split, classes=classes, skewed_clients=skewed_clients, seed=seed)
+    is_streamed = bool(count_K.sum() > MAX_IMAGES_IN_MEMORY)
+    if is_streamed:
         test_count_K = np.where(np.arange(clients) % -(-clients // TESTED_CLIENTS) == 0, test_count_K, 0)
+    count_of = {"test": test_count_K} if is_streamed else {"train": count_K, "test": test_count_K}
+    sizes_of_parts = [None if part is None else np.asarray(part).tolist() for part in (sizes, test_sizes)]
+    described = (clients, samples, test_samples, server_test, sizes_of_parts, split, classes, skewed_clients, seed)
+    generate = partial(_arrays, of_clients, count_of, server_test, classes, seed)
+    arrays = load_or_generate("handwriting", SOURCES, described, generate)
+    train: ExampleSource
+    if is_streamed:
+        train = StreamedHandwriting(count_K.astype(np.int32), of_clients)
     else:
-        train = examples(*generate(np.arange(clients), count_K, part="train"), count_K)
-    test = examples(*generate(np.arange(clients), test_count_K, part="test"), test_count_K)
-    server_x_N, server_y_N = server_examples(server_test, classes, seed)
-    name = f"handwriting-{split}-{classes}"
-    return FederatedData(
-        name, train, test, server_x_N, server_y_N, classes, input_scale=1 / 255, server_has_client_data=False
-    )
+        train = examples(arrays["train_x"], arrays["train_y"], count_K)
+    test = examples(arrays["test_x"], arrays["test_y"], test_count_K)
+    name, server = f"handwriting-{split}-{classes}", (arrays["server_x"], arrays["server_y"])
+    return FederatedData(name, train, test, *server, classes, input_scale=1 / 255, server_has_client_data=False)
+
+
+def _arrays(
+    of_clients: Callable[..., tuple[np.ndarray, np.ndarray]],
+    counts: Mapping[str, np.ndarray],
+    server_test: int,
+    classes: Literal[10, 62],
+    seed: int,
+) -> dict[str, np.ndarray]:
+    """The images and labels of all clients, by ``PART_x`` and ``PART_y``, and those of the server."""
+    arrays = {}
+    for part, count_K in counts.items():
+        arrays[f"{part}_x"], arrays[f"{part}_y"] = of_clients(np.arange(len(count_K)), count_K, part=part)
+    arrays["server_x"], arrays["server_y"] = server_examples(server_test, classes, seed)
+    return arrays
 
 
 class StreamedHandwriting(NamedTuple):

@@ -15,7 +15,7 @@ from fedhdp.client import LocalTraining, scale_inputs
 from fedhdp.data import Examples, FederatedData, check_values
 from fedhdp.errors import DataError, FedHDPError, InvalidValueError, ModelError
 from fedhdp.metrics import Metric, measure
-from fedhdp.models import Array, Model, Parameters, cross_entropy
+from fedhdp.models import Array, Model, Parameters, check_parameter_types, cross_entropy
 from fedhdp.optimizers import check_transformation
 from fedhdp.server import ServerOptimizer
 
@@ -72,10 +72,7 @@ def _check_model(data: FederatedData, model: Model) -> Any:
     x_N, y_N = (jax.ShapeDtypeStruct((2, *a_N.shape[1:]), a_N.dtype) for a_N in (data.template.x_N, data.template.y_N))
     x_N = jax.eval_shape(partial(scale_inputs, input_scale=data.input_scale), x_N)
     key = jax.random.key(0)
-    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(_shape("init", model.init, key))}
-    if not dtypes or not all(dtype.startswith("float") for dtype in dtypes):
-        names = ", ".join(sorted(dtypes)) or "none"
-        raise ModelError(f"the model's parameters must be arrays of floats, got {names}", "parameters", names)
+    check_parameter_types("the model's parameters", _shape("init", model.init, key))
     _shape("apply", lambda x_N: model.apply(model.init(key), x_N, None), x_N)
     outputs = _shape("apply", lambda x_N: model.apply(model.init(key), x_N, key), x_N)
     shape = _shape("loss", model.loss, outputs, y_N).shape

@@ -37,7 +37,8 @@ def _first_layer(network: Network, capacity: int, layers: Layers | None) -> str:
     split = network.split(capacity)
     first = split.of_client.first_layer
     if first is None:
-        return "first layer: by all parameters, as no product of the inputs has a parameter that is used there alone"
+        reason = "no float32 product of the inputs with a parameter that is used there alone was found"
+        return f"first layer: by all parameters, as {reason}"
     paths = [
         jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(network.like)
     ]

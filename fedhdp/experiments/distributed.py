@@ -9,16 +9,19 @@ the others (``rng.os_entropy``).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from fedhdp import __version__
 from fedhdp.data import FederatedData
 from fedhdp.devices import use_cpu_cores
 from fedhdp.errors import RunError
@@ -233,11 +236,35 @@ def make_simulation(
         arrays[BASIS_FILE] = np.load(basis, allow_pickle=False)
     if cohort_entropy is not None:
         arrays["cohort_entropy"] = np.asarray(cohort_entropy)
-    _CHANNEL.send("simulate", (to_toml(experiment), list(numbers)), arrays)
+    _CHANNEL.send("simulate", (to_toml(experiment), list(numbers), *_fingerprints(data)), arrays)
     simulation = LeadingSimulation(*arguments)
     simulation._depth = 0
     _check_personal(simulation)
     return simulation
+
+
+def _fingerprints(data: FederatedData) -> tuple[str, str]:
+    """The versions that compute, and the sha256 of what clients there are and how many examples each has."""
+    parts = (data.train.count_K, data.test.count_K, data.ids, data.server_y_N, np.array(data.input_shape))
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(f"{part.dtype.str} {part.shape} ".encode() + np.ascontiguousarray(part).tobytes())
+    return f"fedhdp {__version__}, jax {version('jax')}, numpy {version('numpy')}", digest.hexdigest()
+
+
+def _check_fingerprints(data: FederatedData, versions: str, digest: str) -> None:
+    """Refuse to follow a process that would compute something else.
+
+    Raises:
+        RunError: If process 0 has other versions, or other clients.
+    """
+    own_versions, own_digest = _fingerprints(data)
+    if own_versions != versions:
+        raise RunError(
+            f"processes must have the same versions: {own_versions} here, {versions} in process 0", "processes"
+        )
+    if own_digest != digest:
+        raise RunError("processes must load the same data: clients or their examples differ from process 0's", "data")
 
 
 def _check_personal(simulation: Simulation) -> None:
@@ -277,8 +304,8 @@ class Follower:
         """Make one call."""
         call, arguments, arrays = message
         if call == "simulate":
-            toml, numbers = arguments
-            self._simulate(toml, numbers, arrays)
+            toml, numbers, versions, digest = arguments
+            self._simulate(toml, numbers, (versions, digest), arrays)
             return
         assert self.simulation is not None
         if call == "set_mechanisms":
@@ -295,7 +322,9 @@ class Follower:
             assert call in ("run_round", "client_scores", "evaluate", "named_parameters", "personal_models")
             getattr(self.simulation, call)(*arguments)
 
-    def _simulate(self, toml: str, numbers: list[int], arrays: Mapping[str, np.ndarray]) -> None:
+    def _simulate(
+        self, toml: str, numbers: list[int], fingerprints: tuple[str, str], arrays: Mapping[str, np.ndarray]
+    ) -> None:
         """The simulation that process 0 makes, of the same experiment; loaded data serves the next one too."""
         experiment = from_toml(toml, "the experiment of process 0")
         key = json.dumps([repr(experiment.data), experiment.seed])
@@ -307,6 +336,7 @@ class Follower:
             if BASIS_FILE in arrays:
                 np.save(Path(folder) / BASIS_FILE, arrays[BASIS_FILE])
             model, data = build_model(experiment, data, Path(folder))
+        _check_fingerprints(data, *fingerprints)
         initial = {name.removeprefix(INITIAL): array for name, array in arrays.items() if name.startswith(INITIAL)}
         self.simulation = Simulation(
             data,

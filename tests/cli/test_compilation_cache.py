@@ -57,6 +57,16 @@ def test_programs_are_kept_and_damaged_ones_replaced_in_silence(tmp_path):
 
 
 @pytest.mark.process
+def test_generated_images_are_kept_beside_the_programs(tmp_path):
+    use = "from fedhdp.cli._compilation_cache import use_compilation_cache; use_compilation_cache()"
+    code = f"{use}; from fedhdp.datasets import make_handwriting; make_handwriting(2, 1, 1, 10)"
+    run_in_process(code, tmp_path)
+    (images,) = tmp_path.rglob("handwriting-*.npz")
+    assert images.stat().st_mode & 0o077 == 0
+    assert images.parent in {path.parent for path in programs(tmp_path)}
+
+
+@pytest.mark.process
 def test_library_keeps_no_programs(tmp_path):
     code = "import fedhdp.simulation, fedhdp.experiments, fedhdp.cli, jax; print(jax.config.jax_compilation_cache_dir)"
     assert run_in_process(code, tmp_path).stdout == "None\n"

@@ -7,17 +7,20 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from experiment_helpers import FEDHDP, process, tiny
+from helpers import raises_field
 from msgspec.structs import replace
 
-from fedhdp.cli._processes import Place, find_places, visible_gpus
-from fedhdp.errors import ConfigError
+from fedhdp.cli._processes import VARIABLE, Place, Worker, _report, find_places, visible_gpus
+from fedhdp.errors import ConfigError, RunError
 from fedhdp.experiments import Experiment, to_toml
+from fedhdp.experiments.distributed import Follower, Message, _fingerprints
 from fedhdp.privacy.ledger import Budget, Ledger
 from fedhdp.results import Summary, read_arrays, read_value
 from fedhdp.results.store import VariantDirectory
@@ -173,7 +176,9 @@ def test_places():
     two = find_places(2, None, None, {})
     assert [(place.processes, place.number) for place in two] == [(2, 0), (2, 1)]
     assert two[0].coordinator == two[1].coordinator
-    assert find_places(4, "node1:7000", 3, {}) == [Place(4, 3, "node1:7000")]
+    for address in ("localhost:7000", "127.0.0.1:7000", "[::1]:7000"):
+        assert find_places(4, address, 3, {}) == [Place(4, 3, address)]
+    assert find_places(1, "localhost:7000", 0, {}) == []
     assert find_places(None, None, None, SLURM) == [Place(2, 1, None)]
     assert find_places(None, None, None, SLURM | {"SLURM_NTASKS": "1"}) == []
     assert find_places(None, None, None, SLURM | {"SLURM_STEP_NUM_TASKS": "1"}) == []  # an interactive shell
@@ -191,12 +196,71 @@ def test_places():
         ((2, None, 1), "coordinator"),
         ((2, "node1:7000", 2), "process_id"),
         ((2, "node1:7000", -1), "process_id"),
+        ((2, "localhost", 0), "coordinator"),
+        ((2, ":7000", 0), "coordinator"),
+        ((2, "localhost:", 1), "coordinator"),
+        ((2, "localhost:http", 1), "coordinator"),
+        ((2, "localhost:0", 1), "coordinator"),
+        ((2, "localhost:65536", 1), "coordinator"),
+        ((2, "no such host:7000", 1), "coordinator"),
     ],
 )
 def test_options_that_do_not_fit(options, field):
     with pytest.raises(ConfigError) as raised:
         find_places(*options, {})
     assert raised.value.field == field
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
+def test_port_that_another_process_has(host):
+    """JAX would crash, or share the port with another run's process 0."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind((host, 0))
+        taken.listen()
+        address = f"localhost:{taken.getsockname()[1]}"
+        with raises_field("coordinator", ConfigError):
+            find_places(2, address, 0, {})
+        assert find_places(2, address, 1, {}) == [Place(2, 1, address)]  # process 0 has it
+    assert find_places(2, address, 0, {}) == [Place(2, 0, address)]
+
+
+@pytest.mark.process
+def test_process_that_finds_no_others_is_one_line(tmp_path, capfd):
+    """JAX aborts it; the supervisor says where it waited."""
+    place = Place(2, 1, "localhost:1", str(tmp_path / "note"))
+    code = "import fedhdp.experiments.distributed as d; d.START_SECONDS = 1; from fedhdp.cli import main; main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "run"], env=os.environ | {VARIABLE: place.variable()}
+    ) as started:
+        assert started.wait(LIMIT) == -signal.SIGABRT
+    assert _report([Worker(place, started, tmp_path / "errors")], tmp_path / "note") == 1
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.startswith(
+        "fedhdp: another process died or is out of reach, which ended process 1 of 2 (not all 2 came"
+    )
+    assert "at localhost:1 within 1 s" in line
+
+
+def test_other_versions_or_data_are_refused():
+    """A process that computes something else must not follow."""
+    experiment = short()
+    versions, digest = _fingerprints(experiment.load_data())
+    follower = Follower()
+    for wrong, field in ((("fedhdp 0.0.1", digest), "processes"), ((versions, "0" * 64), "data")):
+        with raises_field(field, RunError):
+            follower.make(Message("simulate", (to_toml(experiment), [0, 1], *wrong), {}))
+    assert follower.simulation is None
+    follower.make(Message("simulate", (to_toml(experiment), [0, 1], versions, digest), {}))
+    assert follower.simulation is not None
+
+
+def test_fingerprint_is_of_clients_and_counts():
+    data = short().load_data()
+    renamed = data._replace(client_ids=np.array([f"client {k}" for k in range(data.num_clients)]))
+    others = [renamed, data._replace(train=data.test), data._replace(server_y_N=data.server_y_N[1:])]
+    assert len({_fingerprints(each) for each in (data, *others)}) == 4
+    assert _fingerprints(short().load_data()) == _fingerprints(data)
 
 
 def test_gpus_of_an_environment():

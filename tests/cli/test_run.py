@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import statistics
 from pathlib import Path
@@ -48,6 +49,18 @@ def test_table_states_the_basis_of_epsilons(tmp_path):
     assert "\x1b" not in done.stderr
     assert done.stdout.splitlines()[-1] == str(tmp_path / "run" / "report.html")
     assert (tmp_path / "run" / "report.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.slow
+def test_path_of_the_network_is_explained(tmp_path, monkeypatch):
+    logger = logging.getLogger("fedhdp.network")
+    monkeypatch.setattr(logger, "handlers", [])
+    try:
+        done = command("run", TINY, "--out", tmp_path / "run", "--rounds", 1, "--explain")
+    finally:
+        logger.setLevel(logging.NOTSET)
+    line = "first layer: first/w (784 inputs → 8 units) is trained in the span of a client's 6 examples"
+    assert done.stderr.splitlines().count(line) == 1
 
 
 def test_json_is_one_document(finished_run):

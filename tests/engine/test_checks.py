@@ -52,6 +52,8 @@ def test_data_that_does_not_fit_is_refused(field, changes):
         ("apply", mlp(13, 5, 3), ModelError),
         ("init", Model(lambda key: key[5], MODEL.apply), ModelError),
         ("parameters", Model(lambda key: jnp.zeros((12, 3), int), lambda w, x_N, key: x_N @ w), ModelError),
+        ("parameters", Model(lambda key: jnp.zeros((12, 3), jnp.bfloat16), lambda w, x_N, key: x_N @ w), ModelError),
+        ("parameters", Model(lambda key: jnp.zeros((12, 3), jnp.float16), lambda w, x_N, key: x_N @ w), ModelError),
     ],
 )
 def test_model_that_does_not_fit_is_refused(field, model, kind):

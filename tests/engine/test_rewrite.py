@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -198,6 +199,63 @@ def test_network_with_side_effects_runs_as_it_is():
     jax.effects_barrier()
     assert seen == [pytest.approx(float(outputs.sum()), rel=1e-5)]
     assert "side effects" in explain(network, 8)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def halved_gradient(x: jax.Array, limit: float) -> jax.Array:
+    return x
+
+
+halved_gradient.defvjp(lambda x, limit: (x, None), lambda limit, _, g: (jnp.clip(g, -limit, limit) / 2,))
+
+
+def recurrent(parameters: Any, x_N: jax.Array, key: Any) -> jax.Array:
+    def step(h_NH: jax.Array, x_N: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(h_NH @ parameters["square"] + x_N[:, None] * parameters["w"][0]), None
+
+    return jax.lax.scan(step, jnp.zeros((len(x_N), 4)), x_N.T)[0]
+
+
+OWN_KEY = jax.random.key(7)
+TYPICAL: dict[str, Callable] = {
+    "a derivative of its own": lambda p, x, key: halved_gradient(jnp.tanh(halved_gradient(x, 0.1) @ p["w"]), 0.05),
+    "computed again": lambda p, x, key: jax.checkpoint(lambda h: jnp.tanh(h @ p["square"]))(x @ p["w"]),
+    "recurrent": recurrent,
+    "a branch": lambda p, x, key: jax.lax.cond(p["w"].sum() > 0, jnp.tanh, jnp.sin, x @ p["w"]),
+    "a loop that ends": lambda p, x, key: jax.lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ p["square"]), x @ p["w"]),
+    "a mask of its own key": lambda p, x, key: jnp.where(jax.random.bernoulli(OWN_KEY, 0.8, (6,)), x, 0) @ p["w"],
+    "dropout of its own key": lambda p, x, key: (
+        jnp.where(jax.random.bernoulli(jax.random.key(3), 0.8, x.shape), x, 0) @ p["w"]
+    ),
+    "a transform": lambda p, x, key: jnp.abs(jnp.fft.rfft(x)) @ p["w"][:4],
+    "bytes": lambda p, x, key: (x * 8).astype(jnp.uint8).astype(jnp.float32) @ p["w"] + x @ p["w"],
+    "a constant": lambda p, x, key: jnp.zeros((len(x), 4)) + p["w"][0],
+}
+
+
+@pytest.mark.parametrize("name", TYPICAL)
+def test_typical_networks_are_the_same(name):
+    def init(key: jax.Array) -> Any:
+        keys = jax.random.split(key)
+        return {"w": jax.random.normal(keys[0], (6, 4)), "square": jax.random.normal(keys[1], (4, 4)) / 2}
+
+    assert_same(Model(init, TYPICAL[name]), (6,))
+
+
+def test_half_precision_inside_is_the_same_up_to_its_rounding():
+    def apply(parameters: Any, x_N: jax.Array, key: Any) -> jax.Array:
+        image, weight = x_N.astype(jnp.bfloat16), parameters["w"].astype(jnp.bfloat16)
+        image = jax.lax.conv_general_dilated(image, weight, (1, 1), "SAME", dimension_numbers=NUMBERS["NHWC"])
+        image = jax.lax.reduce_window(image, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        return image.astype(jnp.float32).sum(axis=(1, 2))
+
+    model = Model(lambda key: {"w": jax.random.normal(key, (3, 3, 1, 4))}, apply)
+    network, theta = network_of(model, (6, 6, 1)), model.init(jax.random.key(0))
+    x_N = jax.random.normal(jax.random.key(2), (3, 6, 6, 1))
+    grads = [jax.grad(lambda theta: jnp.sum(f(theta, x_N, None) ** 2))(theta)["w"] for f in (network.apply, apply)]  # noqa: B023
+    np.testing.assert_allclose(network.apply(theta, x_N, None), apply(theta, x_N, None), rtol=0.02, atol=0.1)
+    np.testing.assert_allclose(*grads, rtol=0.05, atol=0.05 * float(jnp.abs(grads[1]).max()))
+    assert network.traced(3, False).used == (1, 1, ())
 
 
 def test_dropout_is_that_of_the_same_key():

@@ -17,14 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedhdp.errors import FedHDPError, ModelError
+from fedhdp.errors import FedHDPError, ModelError, require
 from fedhdp.models import Array, Model, Parameters
 
-_TRAINING = (
-    "train",
-    "training",
-    "is_training",
-)  # arguments that are true in training; ``deterministic`` is the opposite
+_TRAINING = ("train", "training", "is_training")  # arguments that are true in training; ``deterministic``: false
 
 
 def from_flax(module: Any, example: Any, **loss_and_metrics: Any) -> Model:
@@ -219,24 +215,20 @@ def _checked(name: str, model: Model, example: Any = None) -> Model:
 
 
 def _check_type(condition: bool, kind: str, value: Any) -> None:
-    if not condition:
-        raise ModelError(f"module must be {kind}, got {type(value).__name__}", "module", value)
+    require(condition, "module", type(value).__name__, kind, ModelError)
 
 
 def _check_floats(name: str, shapes: list[Any]) -> None:
-    names = sorted({str(leaf.dtype) for leaf in shapes if not str(leaf.dtype).startswith("float")})
-    if names or not shapes:
-        value = ", ".join(names) or "none"
-        raise ModelError(f"the parameters of {name} must be arrays of floats, got {value}", "parameters", value)
+    types = sorted({str(leaf.dtype) for leaf in shapes if not str(leaf.dtype).startswith("float")})
+    are_floats = len(shapes) > 0 and not types
+    require(are_floats, "parameters", ", ".join(types) or "none", f"arrays of floats in {name}", ModelError)
 
 
 def _refuse_state(name: str, state: Any) -> None:
     if state:
-        value = ", ".join(sorted(state))
-        message = (
-            f"{name} must keep nothing but parameters, got state ({value}): normalize without statistics of a batch"
-        )
-        raise ModelError(message, "state", value)
+        kinds = ", ".join(sorted(state))
+        rule = f"{name} must keep nothing but parameters, got state ({kinds})"
+        raise ModelError(f"{rule}: normalize without statistics of a batch", "state", kinds)
 
 
 def _shapes(field: str, name: str, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedhdp.data.columns import Columns, Standardize, column, errors_in, errors_of_clients, make_encoder
+from fedhdp.data.columns import Columns, Standardize, column, errors_of_clients, make_encoder
 from fedhdp.data.rows import Partition, partition_rows, share_or_arrays
 from fedhdp.data.values import NUMBER, as_array, refuse_missing
-from fedhdp.errors import DataError
+from fedhdp.errors import DataError, errors_in, require
 
 
 def read_columns(frame: Any) -> dict[str, np.ndarray]:
@@ -28,18 +28,20 @@ def read_columns(frame: Any) -> dict[str, np.ndarray]:
     names = getattr(frame, "column_names", None)  # pyarrow
     if names is None:
         names = list(frame) if isinstance(frame, Mapping) else getattr(frame, "columns", None)
-    if names is None:
-        raise DataError(
-            f"frame must be a table with columns, got {type(frame).__name__}", "frame", type(frame).__name__
-        )
+    require(names is not None, "frame", type(frame).__name__, "a table with columns", DataError)
+    assert names is not None
     names = [str(name) for name in names]
-    for name in {name for name in names if names.count(name) > 1}:
-        raise DataError(f"frame must have each column once, got {name!r} twice", "frame", name)
+    _require_once("frame", names)
     columns = {name: _stacked(as_array(frame[name], name), name) for name in names}
     sizes = {len(column) for column in columns.values()}
-    if len(sizes) != 1 or not max(sizes):
-        raise DataError(f"frame must have columns of one length, with one row or more, got {sorted(sizes)}", "frame")
+    valid = len(sizes) == 1 and sizes != {0}
+    require(valid, "frame", sorted(sizes), "columns of one length, with one row or more", DataError)
     return columns
+
+
+def _require_once(field: str, names: Sequence[str]) -> None:
+    for name in names:
+        require(list(names).count(name) == 1, field, name, "columns that are named once", DataError)
 
 
 def _stacked(cells_N: np.ndarray, name: str) -> np.ndarray:
@@ -48,8 +50,7 @@ def _stacked(cells_N: np.ndarray, name: str) -> np.ndarray:
     if not any(isinstance(cell, list | np.ndarray) for cell in cells):
         return cells_N
     shapes = {np.shape(cell) if isinstance(cell, list | np.ndarray) else () for cell in cells}
-    if len(shapes) > 1:
-        raise DataError(f"{name} must have one shape in all rows, got {sorted(shapes)}", name, sorted(shapes))
+    require(len(shapes) == 1, name, sorted(shapes), "of one shape in all rows", DataError)
     return np.stack(cells)
 
 
@@ -61,9 +62,9 @@ def huggingface_columns(dataset: Any, names: Sequence[str] | None) -> Any:
     """
     if dataset is None or isinstance(dataset, NUMBER):
         return dataset
-    if not isinstance(getattr(dataset, "num_rows", None), int):
-        kind = type(dataset).__name__
-        raise DataError(f"dataset must be a datasets.Dataset, one split of it, got {kind}", "dataset", kind)
+    is_dataset = isinstance(getattr(dataset, "num_rows", None), int)
+    rule = "a datasets.Dataset, one split of it"
+    require(is_dataset, "dataset", type(dataset).__name__, rule, DataError)
     selected = dataset if names is None else dataset.select_columns([n for n in names if n in dataset.column_names])
     return {name: as_array(values, name) for name, values in selected.with_format("numpy")[:].items()}
 
@@ -74,9 +75,7 @@ def torch_arrays(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         DataError: If it has no length, or its examples are no pairs of one shape.
     """
-    if not hasattr(dataset, "__len__"):
-        kind = type(dataset).__name__
-        raise DataError(f"dataset must be map-style, with a length, got {kind}", "dataset", kind)
+    require(hasattr(dataset, "__len__"), "dataset", type(dataset).__name__, "map-style, with a length", DataError)
     pairs = [dataset[row] for row in range(len(dataset))]
     try:
         x_N, y_N = ([np.asarray(value) for value in values] for values in zip(*pairs, strict=True))
@@ -122,16 +121,14 @@ def table_arrays(
     for field, name in (("client", client), ("label", label)):
         refuse_missing(column(columns, name, field), name)
     level_N = column(columns, level, "level") if isinstance(level, str) else level
-    if label in (client, level):
-        raise DataError(f"label must be another column than client and level, got {label!r}", "label", label)
+    require(label not in (client, level), "label", label, "another column than client and level", DataError)
     if features is None:
         features = [name for name in columns if name not in (client, label, level)]
-    for name in {client, label}.intersection(features):
-        raise DataError(f"features must not have the column of clients or of labels, got {name!r}", "features", name)
-    for name in {name for name in features if list(features).count(name) > 1}:
-        raise DataError(f"features must have each column once, got {name!r} twice", "features", name)
-    if not features:
-        raise DataError("features must be one column or more beside client, label and level, got none", "features", [])
+    for name in features:
+        rule = "columns other than those of clients and labels"
+        require(name not in (client, label), "features", name, rule, DataError)
+    _require_once("features", features)
+    require(len(features) > 0, "features", [], "one column or more beside client, label and level", DataError)
     source, preparation, moments = None, "", None
     if isinstance(standardize, Mapping):
         moments, preparation = standardize, "standardized by given means and deviations"
@@ -143,9 +140,9 @@ def table_arrays(
             raise DataError("standardize = 'server' needs a table of the server's examples", "standardize", standardize)
         column(server_columns, label, "server")
         source, preparation = server_columns, f"standardized by the server's {len(server_columns[label])} examples"
-    elif standardize != "none":
+    else:
         rule = "none, public, server, or a mean and a deviation for each column"
-        raise DataError(f"standardize must be {rule}, got {standardize!r}", "standardize", standardize)
+        require(standardize == "none", "standardize", standardize, rule, DataError)
     with errors_of_clients(columns, client):
         encoder = make_encoder(columns, features, categories, fill, moments, source)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from fedhdp.errors import RunError
+from fedhdp.errors import RunError, require
 from fedhdp.results.metrics import half_interval
 from fedhdp.results.schema import MetricInfo
 from fedhdp.results.stored import RepeatedRun, StoredVariant, differing_settings
@@ -38,10 +38,7 @@ def shown_metric(runs: Sequence[RepeatedRun], metric: str | None = None) -> Metr
     by_variant = [{info.name: info for info in variant.result.metrics} for variant in _variants(runs)]
     name = metric or next(iter(by_variant[0]))
     for measured in by_variant:
-        if name not in measured:
-            raise RunError(
-                f"--metric must be one of all these runs ({', '.join(measured)}), got {name!r}", "--metric", name
-            )
+        require(name in measured, "--metric", name, f"one of all these runs ({', '.join(measured)})", RunError)
     return by_variant[0][name]
 
 

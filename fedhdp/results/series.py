@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from fedhdp.errors import RunError
+from fedhdp.errors import RunError, require
 from fedhdp.mechanism import SERVER
 from fedhdp.results.metrics import half_interval
 from fedhdp.results.stored import RepeatedRun, StoredVariant
@@ -112,14 +112,13 @@ def _groups(variants: Sequence[StoredVariant], metric: str, model: str, groups: 
     """The groups to show, in the order of the history."""
     rows = [row for variant in variants for row in variant.last]
     metrics = dict.fromkeys(row.metric for row in rows)
-    _require(metric in metrics, "--y", metric, f"a metric of these runs ({', '.join(metrics)})")
+    require(metric in metrics, "--y", metric, f"a metric of these runs ({', '.join(metrics)})", RunError)
     models = dict.fromkeys(row.model for row in rows if row.metric == metric)
-    _require(model in models, "--model", model, f"a model with {metric} ({', '.join(models)})")
+    require(model in models, "--model", model, f"a model with {metric} ({', '.join(models)})", RunError)
     measured = list(dict.fromkeys(row.group for row in rows if (row.metric, row.model) == (metric, model)))
     for group in groups:
-        _require(
-            group in measured, "--group", group, f"a group with {metric} of the {model} model ({', '.join(measured)})"
-        )
+        rule = f"a group with {metric} of the {model} model ({', '.join(measured)})"
+        require(group in measured, "--group", group, rule, RunError)
     return list(dict.fromkeys(groups)) or ([SERVER] if SERVER in measured else measured)
 
 
@@ -129,11 +128,11 @@ def _resolve(x: str, settings: Sequence[dict[str, Any]]) -> str:
     matching = [key for key in keys if key == x or key.endswith(f".{x}")]
     varying = [key for key in keys if _varies(key, settings)]
     rule = f"{ROUND} or a key of the settings in which these runs differ ({', '.join(varying) or 'they do not differ'})"
-    _require(bool(matching), "--x", x, rule)
+    require(bool(matching), "--x", x, rule, RunError)
     candidates = [key for key in matching if key in varying]
-    _require(bool(candidates), "--x", x, f"{rule}; it is the same everywhere")
+    require(bool(candidates), "--x", x, f"{rule}; it is the same everywhere", RunError)
     within = [key for key in candidates if any(_varies(key, of) for of in _by_algorithm(settings))] or candidates
-    _require(len(within) == 1 or x in within, "--x", x, f"one of {', '.join(within)}")
+    require(len(within) == 1 or x in within, "--x", x, f"one of {', '.join(within)}", RunError)
     return x if x in within else within[0]
 
 
@@ -187,8 +186,3 @@ def _labels(lines: Sequence[list[_Kind]]) -> list[str]:
 def _shared_words(names: Sequence[str]) -> str:
     words = [name.split(" ") for name in names]
     return " ".join(word for word in words[0] if all(word in others for others in words)).strip(" ,")
-
-
-def _require(condition: bool, field: str, value: object, rule: str) -> None:
-    if not condition:
-        raise RunError(f"{field} must be {rule}, got {value!r}", field, value)

@@ -18,8 +18,8 @@ import numpy as np
 
 from fedhdp.datasets.cache import ArrayWriter, write_dataset
 from fedhdp.datasets.femnist import CLASSES, PIXELS, create_part, to_ink_bytes
-from fedhdp.datasets.importers import ProgressCallback, locate_errors, refuse_damaged
-from fedhdp.errors import DataError
+from fedhdp.datasets.importers import ProgressCallback, refuse_damaged
+from fedhdp.errors import DataError, errors_in
 
 SPLITS = {
     "digits_train": "digits_only_train",
@@ -133,12 +133,12 @@ def _write(connection: sqlite3.Connection, path: Path, writer: ArrayWriter, prog
     for done, (split, client, message) in enumerate(rows, start=1):
         if split not in splits:
             continue
-        with locate_errors(f"{path}, example {done} ({split})"):
+        with errors_in(f"{path}, example {done} ({split})"):
             splits[split].add(client, message)
         if done % 8192 == 0:
             progress(f"reading {path.name}", done, total)
     for split, split_writer in splits.items():
-        with locate_errors(f"{path} ({split})"):
+        with errors_in(f"{path} ({split})"):
             split_writer.finish()
     progress(f"reading {path.name}", total, total)
 

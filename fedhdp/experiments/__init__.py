@@ -7,9 +7,9 @@ from fedhdp.experiments.config import Experiment
 from fedhdp.experiments.extension import extend
 from fedhdp.experiments.folder import RunFolder
 from fedhdp.experiments.presets import EXPERIMENTS, plan_experiment
-from fedhdp.experiments.runner import read_experiment, resume, run, run_or_resume, with_seeds
+from fedhdp.experiments.runner import resume, run, run_or_resume, with_seeds
 from fedhdp.experiments.sweep import expand, with_options
-from fedhdp.experiments.toml import find, from_toml, to_toml
+from fedhdp.experiments.toml import find, from_toml, read_experiment, to_toml
 from fedhdp.experiments.variant import Variant
 
 __all__ = [

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from fedhdp.experiments.config import Experiment
-from fedhdp.experiments.file_data import opted_out
+from fedhdp.experiments.groups import opted_out
 from fedhdp.experiments.start import StartCost
 from fedhdp.experiments.toml import without_none
 from fedhdp.experiments.variant import Variant

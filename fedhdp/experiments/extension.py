@@ -17,8 +17,8 @@ from fedhdp.data import FederatedData
 from fedhdp.errors import RunError, require
 from fedhdp.experiments.batch import Watch
 from fedhdp.experiments.config import Experiment
-from fedhdp.experiments.runner import read_experiment, run_variants
-from fedhdp.experiments.toml import to_toml
+from fedhdp.experiments.runner import run_variants
+from fedhdp.experiments.toml import read_experiment, to_toml
 from fedhdp.experiments.variant import Variant
 from fedhdp.mechanism import Mechanism, ScheduledMechanism, mechanism_at
 from fedhdp.privacy.accounting import compose, format_epsilon, is_accounting_installed, pluralize

@@ -15,9 +15,9 @@ from fedhdp.errors import RunError
 from fedhdp.experiments.batch import Watch
 from fedhdp.experiments.config import Experiment
 from fedhdp.experiments.extension import check_extension, extend
-from fedhdp.experiments.runner import read_experiment, resume, run, with_seeds
+from fedhdp.experiments.runner import resume, run, with_seeds
 from fedhdp.experiments.sweep import changes, expand
-from fedhdp.experiments.toml import to_toml
+from fedhdp.experiments.toml import read_experiment, to_toml
 from fedhdp.results import comparison
 from fedhdp.results.provenance import provenance
 from fedhdp.results.schema import Summary

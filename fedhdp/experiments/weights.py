@@ -8,6 +8,7 @@ from collections.abc import Callable
 from fedhdp.data import FederatedData
 from fedhdp.devices import use_cpu_cores
 from fedhdp.experiments.components import (
+    IMAGE_INPUTS,
     DataConfig,
     FemnistConfig,
     HandwritingConfig,
@@ -16,12 +17,12 @@ from fedhdp.experiments.components import (
     PythonModel,
 )
 
-PIXELS = 28 * 28
 
-
-def has_known_shape(data: DataConfig, model: ModelConfig) -> bool:
-    """Whether the model can be built without the data."""
-    return isinstance(data, HandwritingConfig | FemnistConfig | MnistConfig) or isinstance(model, PythonModel)
+def known_shape(data: DataConfig, model: ModelConfig) -> tuple[int, int] | None:
+    """The numbers of inputs and classes from which the model is built; None where the data must be loaded."""
+    if isinstance(data, HandwritingConfig | FemnistConfig | MnistConfig):
+        return IMAGE_INPUTS, int(getattr(data, "classes", 10))
+    return (0, 0) if isinstance(model, PythonModel) else None  # its file knows the shapes
 
 
 def count_parameters(data: DataConfig, model: ModelConfig, load: Callable[[], FederatedData]) -> int:
@@ -35,21 +36,16 @@ def count_parameters(data: DataConfig, model: ModelConfig, load: Callable[[], Fe
     import jax
 
     use_cpu_cores()  # before anything below uses JAX
-    basis = getattr(model, "basis", None)
-    if isinstance(data, HandwritingConfig | FemnistConfig):
-        inputs, classes = PIXELS, int(data.classes)
-    elif isinstance(data, MnistConfig):
-        inputs, classes = PIXELS, 10
-    elif isinstance(model, PythonModel):
-        inputs, classes = 0, 0  # its file knows the shapes
-    else:
-        loaded = load()
-        inputs, classes = math.prod(loaded.input_shape), loaded.classes
+    inputs, classes = known_shape(data, model) or _shape(load())
     if getattr(data, "transform", "none") == "scattering":
         from fedhdp.experiments.scattering import DIRECTIONS
 
         inputs = DIRECTIONS
-    if basis is not None:
+    if (basis := getattr(model, "basis", None)) is not None:
         inputs = basis.columns
     shapes = jax.eval_shape(lambda: model.build(inputs, classes).init(jax.random.key(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+def _shape(data: FederatedData) -> tuple[int, int]:
+    return math.prod(data.input_shape), data.classes

@@ -41,7 +41,8 @@ def read_columns(frame: Any) -> dict[str, np.ndarray]:
 
 def _require_once(field: str, names: Sequence[str]) -> None:
     for name in names:
-        require(list(names).count(name) == 1, field, name, "columns that are named once", DataError)
+        if list(names).count(name) > 1:
+            raise DataError(f"{field} must have each column once, got {name!r} twice", field, name)
 
 
 def _stacked(cells_N: np.ndarray, name: str) -> np.ndarray:

@@ -9,7 +9,7 @@ import importlib.util
 import math
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +20,7 @@ import msgspec
 
 from fedhdp.data import FederatedData
 from fedhdp.datasets import Split
+from fedhdp.devices import use_cpu_cores
 from fedhdp.errors import ConfigError, DataError, ModelError, require
 from fedhdp.experiments.bases import BasisConfig
 from fedhdp.experiments.file_data import ArraysData, TableData
@@ -265,3 +266,36 @@ def describe_data(data: DataConfig) -> str:
     if isinstance(data, TableData | ArraysData):
         shown = {"path": Path(data.path).name} | ({"client": data.client} if isinstance(data, TableData) else {})
     return f"{values['name']} ({', '.join(f'{name} {value}' for name, value in shown.items())})"
+
+
+def known_shape(data: DataConfig, model: ModelConfig) -> tuple[int, int] | None:
+    """The numbers of inputs and classes that a model is built for; None where the data must be loaded."""
+    if isinstance(data, HandwritingConfig | FemnistConfig | MnistConfig):
+        return IMAGE_INPUTS, int(getattr(data, "classes", 10))
+    return (0, 0) if isinstance(model, PythonModel) else None  # its file knows the shapes
+
+
+def count_parameters(data: DataConfig, model: ModelConfig, load: Callable[[], FederatedData]) -> int:
+    """Count the parameters of a model, without initializing it; data are loaded only if their shape is not known.
+
+    Args:
+        data: The data, which has the numbers of inputs and classes.
+        model: The model.
+        load: Loads the data.
+    """
+    import jax
+
+    use_cpu_cores()  # before anything below uses JAX
+    inputs, classes = known_shape(data, model) or _shape(load())
+    if getattr(data, "transform", "none") == "scattering":
+        from fedhdp.experiments.scattering import DIRECTIONS
+
+        inputs = DIRECTIONS
+    if (basis := getattr(model, "basis", None)) is not None:
+        inputs = basis.columns
+    shapes = jax.eval_shape(lambda: model.build(inputs, classes).init(jax.random.key(0)))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+def _shape(data: FederatedData) -> tuple[int, int]:
+    return math.prod(data.input_shape), data.classes

@@ -23,13 +23,14 @@ from fedhdp.experiments.components import (
     MlpConfig,
     ModelConfig,
     PythonFile,
+    count_parameters,
     describe_data,
+    known_shape,
 )
 from fedhdp.experiments.errors import FieldNames, config_error
 from fedhdp.experiments.files import PinnedFiles, StartFrom, as_start
 from fedhdp.experiments.groups import group_counts, group_sizes, with_group_levels
 from fedhdp.experiments.variant import Variant
-from fedhdp.experiments.weights import count_parameters, known_shape
 from fedhdp.mechanism import Mechanism, ScheduledMechanism, mechanism_at
 from fedhdp.metrics import NAMES
 from fedhdp.optimizers import require_tables

@@ -80,17 +80,17 @@ def resume(out: Path, watch: Watch, cohort_entropy: np.ndarray | None = None) ->
         return run_variants(experiment, experiment.build_mechanism(data), directory, watch, cohort_entropy, data)
 
 
-def run_or_resume(experiment: Experiment, out: Path, watch: Watch, cohort_entropy: np.ndarray | None = None) -> Summary:
+def run_or_resume(experiment: Experiment, out: Path, watch: Watch) -> Summary:
     """Run an experiment into a directory, or resume it there.
 
     Raises:
         RunError: If the directory has the run of another experiment, and what `run` and `resume` raise.
     """
     if not (out / EXPERIMENT_FILE).exists():
-        return run(experiment, out, watch, cohort_entropy)
+        return run(experiment, out, watch)
     if read_experiment(out) != experiment.pin():
         raise RunError(f"{out} has the run of another experiment; name another --out", "out", str(out))
-    return resume(out, watch, cohort_entropy)
+    return resume(out, watch)
 
 
 def with_seeds(experiment: Experiment, seeds: Iterable[int]) -> list[Experiment]:

@@ -71,13 +71,13 @@ def _basis() -> np.ndarray:
     return pca_basis(second_moments(x_NF), DIRECTIONS) * np.float32(longer)
 
 
-def wavelets(width: int = 7, angles: int = 8) -> np.ndarray:
-    """Morlet wavelets of two scales: complex, of mean 0, of shape [C, width, width]."""
-    y, x = np.mgrid[:width, :width] - width // 2
+def wavelets() -> np.ndarray:
+    """Morlet wavelets of two scales and eight angles: complex, of mean 0, of shape [C, 7, 7]."""
+    y, x = np.mgrid[:7, :7] - 3
     filters = []
     for sigma, frequency in ((0.8, 3 * math.pi / 4), (1.6, 3 * math.pi / 8)):
         envelope = np.exp(-(x**2 + y**2) / (2 * sigma**2))
-        for angle in np.arange(angles) * math.pi / angles:
+        for angle in np.arange(8) * math.pi / 8:
             wave = np.exp(1j * frequency * (x * math.cos(angle) + y * math.sin(angle)))
             wave = envelope * (wave - (envelope * wave).sum() / envelope.sum())
             filters.append(wave / np.abs(wave).sum())

@@ -58,7 +58,7 @@ def check_neighbours(shards: list[Path], files: Iterable[Path]) -> None:
             raise DataError(f"{path} lies among LEAF shards, but is damaged or none of them", "file", path)
 
 
-def import_leaf(sha256_of: dict[Path, str], progress: ProgressCallback, directory: Path | None = None) -> None:
+def import_leaf(sha256_of: dict[Path, str], progress: ProgressCallback) -> None:
     """Store LEAF's FEMNIST from its shards and their checksums; a damaged or missing shard is refused."""
     paths = sorted(sha256_of)
     shards: dict[str, list[Path]] = {}
@@ -74,7 +74,7 @@ def import_leaf(sha256_of: dict[Path, str], progress: ProgressCallback, director
         _count_examples(path, counts[part_of(path)])
         progress("counting the examples of LEAF's shards", done, len(paths))
     sums = {f"{path.parent.name}/{path.name}": sha256 for path, sha256 in sha256_of.items()}
-    with write_dataset("femnist-leaf", sums, directory) as writer:
+    with write_dataset("femnist-leaf", sums) as writer:
         _write(paths, counts, writer, progress)
 
 

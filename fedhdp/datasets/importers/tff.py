@@ -33,9 +33,9 @@ XZ, LZMA_ALONE, SQLITE = b"\xfd7zXZ\0", b"\x5d\0\0", b"SQLite format 3\0"
 VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types
 
 
-def import_tff(path: Path, sha256: str, progress: ProgressCallback, directory: Path | None = None) -> None:
+def import_tff(path: Path, sha256: str, progress: ProgressCallback) -> None:
     """Store TFF's federated EMNIST from its SQLite file, compressed or not; a damaged or incomplete one is refused."""
-    with write_dataset("emnist-tff", {path.name: sha256}, directory) as writer:
+    with write_dataset("emnist-tff", {path.name: sha256}) as writer:
         with open(path, "rb") as file:
             compressed = file.read(len(SQLITE)) != SQLITE
         # SQLite cannot read a stream, so the 4.7 GB are on disk during the import.

@@ -25,11 +25,7 @@ Standardize = Literal["none", "public", "server"] | Mapping[str, Moments]
 
 
 def column(columns: Columns, name: str, field: str) -> np.ndarray:
-    """The column that a field names.
-
-    Raises:
-        DataError: If there is none.
-    """
+    """The column that a field names; a `DataError` if there is none."""
     require(isinstance(name, str), field, type(name).__name__, "the name of a column", DataError)
     if name in columns:
         return columns[name]

@@ -94,11 +94,7 @@ def order_by_client(client: Any, ids: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def share_or_arrays(field: str, value: Any, names: Sequence[str]) -> tuple[float, tuple[Any, ...] | None]:
-    """Which of two things an argument is: a share, or arrays of examples.
-
-    Raises:
-        DataError: If it is neither.
-    """
+    """Which of two things an argument is: a share, or arrays of examples; a `DataError` if it is neither."""
     if value is None or isinstance(value, NUMBER):
         return float(value or 0), None
     if isinstance(value, tuple | list) and len(value) == len(names):

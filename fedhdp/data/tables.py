@@ -119,31 +119,15 @@ def table_arrays(
     columns = read_columns(frame)
     test_share, test_columns = _share_or_table("test", test)
     server_share, server_columns = _share_or_table("server", server)
-    for field, name in (("client", client), ("label", label)):
-        refuse_missing(column(columns, name, field), name)
+    features = _check_columns(columns, client, label, level, features)
     level_N = column(columns, level, "level") if isinstance(level, str) else level
-    require(label not in (client, level), "label", label, "another column than client and level", DataError)
-    if features is None:
-        features = [name for name in columns if name not in (client, label, level)]
-    for name in features:
-        rule = "columns other than those of clients and labels"
-        require(name not in (client, label), "features", name, rule, DataError)
-    _require_once("features", features)
-    require(len(features) > 0, "features", [], "one column or more beside client, label and level", DataError)
-    source, preparation, moments = None, "", None
-    if isinstance(standardize, Mapping):
-        moments, preparation = standardize, "standardized by given means and deviations"
-    elif standardize == "public":
+    source: Columns | None
+    if standardize == "public":
         rows = partition_rows(columns[client], level_N, test_share, server_share, seed)
         source, preparation = _public_rows(columns, rows, public)
-    elif standardize == "server":
-        if server_columns is None:
-            raise DataError("standardize = 'server' needs a table of the server's examples", "standardize", standardize)
-        column(server_columns, label, "server")
-        source, preparation = server_columns, f"standardized by the server's {len(server_columns[label])} examples"
     else:
-        rule = "none, public, server, or a mean and a deviation for each column"
-        require(standardize == "none", "standardize", standardize, rule, DataError)
+        source, preparation = _server_rows(server_columns, label, standardize)
+    moments = standardize if isinstance(standardize, Mapping) else None
     with errors_of_clients(columns, client):
         encoder = make_encoder(columns, features, categories, fill, moments, source)
 
@@ -162,10 +146,41 @@ def table_arrays(
     return TableArrays(x_N, y_N, columns[client], level_N, test, server, preparation)
 
 
+def _check_columns(
+    columns: Columns, client: str, label: str, level: object, features: Sequence[str] | None
+) -> Sequence[str]:
+    """The columns that are inputs: all others where they are not stated."""
+    for field, name in (("client", client), ("label", label)):
+        refuse_missing(column(columns, name, field), name)
+    require(label not in (client, level), "label", label, "another column than client and level", DataError)
+    if features is None:
+        features = [name for name in columns if name not in (client, label, level)]
+    for name in features:
+        rule = "columns other than those of clients and labels"
+        require(name not in (client, label), "features", name, rule, DataError)
+    _require_once("features", features)
+    require(len(features) > 0, "features", [], "one column or more beside client, label and level", DataError)
+    return features
+
+
 def _share_or_table(field: str, value: Any) -> tuple[float, dict[str, np.ndarray] | None]:
     if value is None or isinstance(value, int | float):
         return share_or_arrays(field, value, ())[0], None
     return 0.0, read_columns(value)
+
+
+def _server_rows(server_columns: Columns | None, label: str, standardize: Standardize) -> tuple[Columns | None, str]:
+    """The server's rows if their statistics may be used, and a sentence about the statistics."""
+    if isinstance(standardize, Mapping):
+        return None, "standardized by given means and deviations"
+    rule = "none, public, server, or a mean and a deviation for each column"
+    require(standardize in ("none", "server"), "standardize", standardize, rule, DataError)
+    if standardize == "none":
+        return None, ""
+    if server_columns is None:
+        raise DataError("standardize = 'server' needs a table of the server's examples", "standardize", standardize)
+    column(server_columns, label, "server")
+    return server_columns, f"standardized by the server's {len(server_columns[label])} examples"
 
 
 def _public_rows(columns: Columns, rows: Partition, public: Sequence[str]) -> tuple[Columns, str]:

@@ -14,11 +14,7 @@ BLOCK_BYTES, MAX_FLOAT = 2**26, float(np.finfo(np.float32).max)
 
 
 def as_array(values: Any, field: str) -> np.ndarray:
-    """Values as an array; objects that are numbers become numbers.
-
-    Raises:
-        DataError: If they do not form one.
-    """
+    """Values as an array; objects that are numbers become numbers; a `DataError` if they do not form one."""
     try:
         array = np.asanyarray(values)
     except (ValueError, TypeError) as error:
@@ -55,11 +51,7 @@ def refuse_missing(values_N: np.ndarray, field: str) -> None:
 
 
 def input_array(x: Any, count: int) -> np.ndarray:
-    """Inputs as an array of numbers with this many rows.
-
-    Raises:
-        DataError: If they are not.
-    """
+    """Inputs as an array of numbers with this many rows; a `DataError` if they are not."""
     x_N = as_array(x, "x")
     require(x_N.dtype.kind in "biuf", "x", str(x_N.dtype), "numbers", DataError)
     valid = x_N.ndim > 0 and len(x_N) == count

@@ -86,8 +86,8 @@ class VariantBatch:
         self.parts = [parts[number] for number in numbers]
         self.numbers = tuple(number + 1 for number in numbers)
         self.start_time = time.monotonic()
-        alone = simulation.processes == 1  # else the first round leaves a checkpoint: any process may die
-        self.checkpoint_time = self.start_time if alone else -math.inf
+        is_only_process = simulation.processes == 1  # else the first round leaves a checkpoint: any process may die
+        self.checkpoint_time = self.start_time if is_only_process else -math.inf
         self.checkpoint_pause = experiment.checkpoint_seconds
         self.stopped: str | None = None
         self.start_cost = start_cost

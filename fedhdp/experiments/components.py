@@ -207,11 +207,7 @@ class CnnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
         require(1 <= self.kernel <= 999, "kernel", self.kernel, "between 1 and 999")
 
     def build(self, inputs: int, classes: int) -> Model:
-        """Build the model.
-
-        Raises:
-            ModelError: If the inputs are not those of square images.
-        """
+        """Build the model; a `ModelError` if the inputs are not those of square images."""
         side = math.isqrt(inputs)
         if side**2 != inputs:
             message = f"model.name must not be 'cnn' where inputs are no square images, got {inputs} numbers"
@@ -235,11 +231,7 @@ class PythonModel(PythonFile, frozen=True, tag_field="name", tag="python"):
     basis: BasisConfig | None = None  # its columns are the inputs of the file's model
 
     def build(self, inputs: int, classes: int) -> Model:
-        """Call the file's ``model()``.
-
-        Raises:
-            ModelError: If it returns no ``Model``.
-        """
+        """Call the file's ``model()``; a `ModelError` if it returns no ``Model``."""
         model = self.call("model")
         if not isinstance(model, Model):
             kind = type(model).__name__

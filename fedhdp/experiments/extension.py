@@ -115,12 +115,12 @@ def _state_mechanism(
         replace(group_config, epsilon=None, noise_multiplier=group.noise_multiplier, weight=group.weight)
         for group_config, group in zip(config.groups, mechanism.groups, strict=True)
     )
-    chosen = replace(
+    as_fedhdp = replace(
         experiment, variants=tuple(replace(v, algorithm="fedhdp", options={}) for v in experiment.variants)
     )
     variants = tuple(
         _state_variant(variant, mechanism, mechanism_at(changed, 0))
-        for variant, changed in zip(experiment.variants, chosen.variant_mechanisms(mechanism, data), strict=True)
+        for variant, changed in zip(experiment.variants, as_fedhdp.variant_mechanisms(mechanism, data), strict=True)
     )
     extended = replace(experiment, rounds=rounds, mechanism=replace(config, groups=groups), variants=variants)
     same = extended.variant_mechanisms(extended.build_mechanism(data), data)
@@ -165,8 +165,10 @@ def _check_epsilons(
         epsilons = _epsilons(extended, mechanism)
         for name, target in targets.get(variant.name, {}).items():
             if epsilons.get(name, 0.0) > target and name not in budgets:
-                had = f"would have {format_epsilon(epsilons[name], 2)} with noise for {pluralize(first)}"
-                message = f"rounds = {extended.rounds}: {name} asked for epsilon {target:g} and {had} ({variant.name})"
+                spent = f"would have {format_epsilon(epsilons[name], 2)} with noise for {pluralize(first)}"
+                message = (
+                    f"rounds = {extended.rounds}: {name} asked for epsilon {target:g} and {spent} ({variant.name})"
+                )
                 raise RunError(f"{message}; --allow-more-epsilon accepts that", "rounds", extended.rounds)
 
 

@@ -87,8 +87,8 @@ def _check_size(path: str, name: str, size: LevelSize | None, data: FederatedDat
         if size != len(members):
             raise DataError(f"{path}.clients is {size}, {has}", f"{path}.clients", size)
     elif size is not None:
-        different = sorted(set(size) ^ set(data.ids[members].tolist()))
-        if different:
-            kind = "is no client with" if different[0] in size else "is missing among those with"
-            message = f"{path}.clients: {different[0]!r} {kind} the level {name!r}, which the data says"
-            raise DataError(message, f"{path}.clients", different[0])
+        mismatches = sorted(set(size) ^ set(data.ids[members].tolist()))
+        if mismatches:
+            kind = "is no client with" if mismatches[0] in size else "is missing among those with"
+            message = f"{path}.clients: {mismatches[0]!r} {kind} the level {name!r}, which the data says"
+            raise DataError(message, f"{path}.clients", mismatches[0])

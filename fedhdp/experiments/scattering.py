@@ -63,12 +63,12 @@ def features(x_N: np.ndarray, input_scale: float | None) -> np.ndarray:
 @lru_cache(maxsize=1)
 def _basis() -> np.ndarray:
     """The directions of the embedded handwriting, such that features on them are about as long as images."""
-    drawn = make_handwriting(500, split="by_writer", server_test=10)
-    assert isinstance(drawn.train, Examples)
-    x_NF = features(drawn.train.x_N, drawn.input_scale)
-    images_NF = np.asarray(drawn.train.x_N, np.float32).reshape(len(x_NF), -1) * np.float32(drawn.input_scale or 1.0)
-    longer = math.sqrt(float((images_NF**2).sum()) / float((x_NF**2).sum()))
-    return pca_basis(second_moments(x_NF), DIRECTIONS) * np.float32(longer)
+    data = make_handwriting(500, split="by_writer", server_test=10)
+    assert isinstance(data.train, Examples)
+    x_NF = features(data.train.x_N, data.input_scale)
+    images_NF = np.asarray(data.train.x_N, np.float32).reshape(len(x_NF), -1) * np.float32(data.input_scale or 1.0)
+    length_ratio = math.sqrt(float((images_NF**2).sum()) / float((x_NF**2).sum()))
+    return pca_basis(second_moments(x_NF), DIRECTIONS) * np.float32(length_ratio)
 
 
 def wavelets() -> np.ndarray:

@@ -87,8 +87,8 @@ class StartCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """What a table says of a run in this directory with these costs."""
         spent = ", ".join(f"ε {name} = {_text(epsilon)}" for name, epsilon in self.epsilons.items())
         bases = f" ({'; '.join(f'{name}: {basis}' for name, basis in self.bases.items())})" if self.bases else ""
-        alone = f" in its own rounds, after those of {self.earlier}" if self.earlier else ""
-        notes = [f"began with the global model of {self.run} ({self.variant}), which had cost {spent}{alone}{bases}"]
+        scope = f" in its own rounds, after those of {self.earlier}" if self.earlier else ""
+        notes = [f"began with the global model of {self.run} ({self.variant}), which had cost {spent}{scope}{bases}"]
         if self.repeatable:
             notes.append(f"{self.run} was repeatable, and therefore not private: these epsilons are as if it were not")
         obstacle = self.obstacle
@@ -98,13 +98,13 @@ class StartCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return [*notes, f"the epsilons of this table are of this run alone, not composed with those: {obstacle}"]
         if not is_accounting_installed():
             return notes
-        together = []
+        totals = []
         for name, before in self.costs.items():
             delta = experiment.delta_of(name)
             total = compose([*before, *costs[name]], delta, LEDGER_ACCOUNTANT)  # chosen after the other's end
-            together.append(f"ε {name} = {_text(total)} at delta {delta:g}")
+            totals.append(f"ε {name} = {_text(total)} at delta {delta:g}")
         runs = f"{'all' if self.earlier else 'both'} together, by {LEDGER_ACCOUNTANT.upper()}"
-        return [*notes, f"{runs}: {', '.join(together)}; the table's epsilons are of this run alone"]
+        return [*notes, f"{runs}: {', '.join(totals)}; the table's epsilons are of this run alone"]
 
 
 def clients_checksum(directory: Path) -> str | None:

@@ -79,8 +79,8 @@ def make_lines(
     kinds = [_Kind(label, seeds, *_without(seeds[0], key)) for label, seeds in variants]
     lines: list[list[_Kind]] = []
     for kind in kinds:
-        alike = next((line for line in lines if key != ROUND and _continues(line, kind)), None)
-        lines.append([kind]) if alike is None else alike.append(kind)
+        matching_line = next((line for line in lines if key != ROUND and _continues(line, kind)), None)
+        lines.append([kind]) if matching_line is None else matching_line.append(kind)
     labels = _labels(lines)
     by_group = {}
     for group in names:
@@ -131,9 +131,10 @@ def _resolve(x: str, settings: Sequence[dict[str, Any]]) -> str:
     require(bool(matching), "--x", x, rule, RunError)
     candidates = [key for key in matching if key in varying]
     require(bool(candidates), "--x", x, f"{rule}; it is the same everywhere", RunError)
-    within = [key for key in candidates if any(_varies(key, of) for of in _by_algorithm(settings))] or candidates
-    require(len(within) == 1 or x in within, "--x", x, f"one of {', '.join(within)}", RunError)
-    return x if x in within else within[0]
+    parts = _by_algorithm(settings)
+    names = [key for key in candidates if any(_varies(key, part) for part in parts)] or candidates
+    require(len(names) == 1 or x in names, "--x", x, f"one of {', '.join(names)}", RunError)
+    return x if x in names else names[0]
 
 
 def _varies(key: str, settings: Iterable[dict[str, Any]]) -> bool:
@@ -174,13 +175,13 @@ def _labels(lines: Sequence[list[_Kind]]) -> list[str]:
     labels = [label or line[0].seeds[0].result.algorithm for label, line in zip(labels, lines, strict=True)]
     if len(set(labels)) == len(labels):
         return labels
-    named = []
+    names = []
     for label, line in zip(labels, lines, strict=True):
-        alike = [other[0].settings for name, other in zip(labels, lines, strict=True) if name == label]
-        keys = [key for key in dict.fromkeys(key for of in alike for key in of) if _varies(key, alike)][:2]
-        named.append(", ".join([label, *(f"{key.rpartition('.')[2]}={line[0].settings.get(key)}" for key in keys)]))
-    both = zip(named, lines, strict=True)
-    return [f"{label} ({line[0].run})" if named.count(label) > 1 else label for label, line in both]
+        parts = [other[0].settings for name, other in zip(labels, lines, strict=True) if name == label]
+        keys = [key for key in dict.fromkeys(key for part in parts for key in part) if _varies(key, parts)][:2]
+        names.append(", ".join([label, *(f"{key.rpartition('.')[2]}={line[0].settings.get(key)}" for key in keys)]))
+    pairs = zip(names, lines, strict=True)
+    return [f"{name} ({line[0].run})" if names.count(name) > 1 else name for name, line in pairs]
 
 
 def _shared_words(names: Sequence[str]) -> str:

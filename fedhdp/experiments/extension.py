@@ -94,7 +94,7 @@ def _check_checkpoints(experiment: Experiment, directory: RunDirectory, rounds: 
     for name, part in parts.items():
         if part.result() is not None and name not in kept:
             hint = "set keep_checkpoint = true before the run is started"
-            raise RunError(f"{part.path} has no checkpoint to go on from: {hint}", "keep_checkpoint", False)
+            raise RunError(f"{part.path} has no checkpoint to continue from: {hint}", "keep_checkpoint", False)
     completed = max((round for round, _ in checkpoints), default=0)
     if rounds < completed:
         raise RunError(

@@ -142,7 +142,9 @@ class RunFolder(LockedDirectory):
         for entry in self.entries:
             path = self.path / entry.path
             if not (path / EXPERIMENT_FILE).exists():
-                rule = f"{path} was not begun, and its noise would be another; resume {self.path} first"
+                rule = (
+                    f"{path} was not begun, so its noise would be calibrated for other rounds; resume {self.path} first"
+                )
                 raise RunError(f"rounds = {rounds}: {rule}", "rounds", rounds)
             check_extension(path, rounds, allow_more_epsilon)
 

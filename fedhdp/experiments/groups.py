@@ -89,6 +89,6 @@ def _check_size(path: str, name: str, size: LevelSize | None, data: FederatedDat
     elif size is not None:
         mismatches = sorted(set(size) ^ set(data.ids[members].tolist()))
         if mismatches:
-            kind = "is no client with" if mismatches[0] in size else "is missing among those with"
-            message = f"{path}.clients: {mismatches[0]!r} {kind} the level {name!r}, which the data says"
+            kind = "does not have" if mismatches[0] in size else "is missing, but has"
+            message = f"{path}.clients: {mismatches[0]!r} {kind} the level {name!r} in the data"
             raise DataError(message, f"{path}.clients", mismatches[0])

@@ -117,7 +117,7 @@ def run_variants(
     """Run the variants of a directory that are not finished, and write the summary; the arguments are those of `run`."""
     parts = [directory.variant(variant.name) for variant in experiment.variants]
     if experiment.ledger is not None and not Path(experiment.ledger).exists() and any(part.started for part in parts):
-        message = f"{experiment.ledger} is gone: a run cannot resume without the ledger that charged it"
+        message = f"{experiment.ledger} is missing: a run cannot resume without the ledger that charged it"
         raise RunError(message, "ledger", experiment.ledger)
     unfinished = [number for number, part in enumerate(parts) if part.result() is None]
     if unfinished:
@@ -214,7 +214,7 @@ def _cohort_distributions(schedule: ScheduledMechanism, rounds: int) -> tuple[ob
 def _ledger_fault(group: PrivacyGroup, cost: PrivacyCost, has_public_statistics: bool) -> str:
     """Why a ledger cannot record what a variant costs a group; empty where it can."""
     if not group.opted_out and cost.noise_multiplier == 0 and cost.sampling_rate > 0:
-        return f"gives {group.name!r} no noise, which the ledger would charge for good"
+        return f"gives {group.name!r} no noise, so that the ledger would record an infinite epsilon"
     if has_public_statistics and (cost.noise_multiplier > 0 or cost.free):
         action = f"gives {group.name!r} noise" if cost.sampling_rate > 0 else f"never samples {group.name!r}"
         claim = "so that the ledger would state an epsilon that they do not have"

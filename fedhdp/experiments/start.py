@@ -206,5 +206,5 @@ def _costs(experiment: Experiment, previous: Experiment, result: VariantResult, 
     if earlier is None:
         return costs
     if earlier.costs is None:
-        raise RunError(f"the earlier run is not composed with its own: {earlier.obstacle}")
+        raise RunError(f"the earlier run is not composed with the run that it began with: {earlier.obstacle}")
     return {name: [*earlier.costs[name], *group_costs] for name, group_costs in costs.items()}

@@ -17,14 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedhdp.errors import FedHDPError, ModelError
+from fedhdp.errors import FedHDPError, ModelError, require
 from fedhdp.models import Array, Model, Parameters, check_parameter_types
 
-_TRAINING = (
-    "train",
-    "training",
-    "is_training",
-)  # arguments that are true in training; ``deterministic`` is the opposite
+_TRAINING = ("train", "training", "is_training")  # arguments that are true in training; ``deterministic``: false
 
 
 def from_flax(module: Any, example: Any, **loss_and_metrics: Any) -> Model:
@@ -73,12 +69,7 @@ def from_nnx(module: Any, **loss_and_metrics: Any) -> Model:
     """
     from flax import nnx
 
-    is_module = isinstance(module, nnx.Module)
-    _check_type(is_module or callable(module), "a module of Flax nnx, or a function that makes one", module)
-    name = type(module).__name__ if is_module else getattr(module, "__name__", "module")
-
-    def make(key: Array) -> Any:
-        return module if is_module else _make(module, "rngs", nnx.Rngs(key))
+    name, make = _factory(module, nnx.Module, "Flax nnx", "rngs", nnx.Rngs)
 
     def init(key: Array) -> Parameters:
         return nnx.to_pure_dict(nnx.state(make(key), nnx.Param))
@@ -117,11 +108,7 @@ def from_equinox(module: Any, **loss_and_metrics: Any) -> Model:
     import equinox as eqx
 
     is_module = isinstance(module, eqx.Module)
-    _check_type(is_module or callable(module), "a module of Equinox, or a function that makes one", module)
-    name = type(module).__name__ if is_module else getattr(module, "__name__", "module")
-
-    def make(key: Array) -> Any:
-        return module if is_module else _make(module, "key", key)
+    name, make = _factory(module, eqx.Module, "Equinox", "key", lambda key: key)
 
     def init(key: Array) -> Parameters:
         return eqx.partition(make(key), eqx.is_inexact_array)[0]
@@ -190,10 +177,22 @@ def _mode(function: Callable[..., Any]) -> Callable[[bool], dict[str, bool]]:
     return arguments
 
 
-def _make(factory: Callable[..., Any], name: str, value: Any) -> Any:
-    """Call a factory with its only argument, by name where it has that name."""
-    function = factory.__init__ if inspect.isclass(factory) else factory
-    return factory(**{name: value}) if name in inspect.signature(function).parameters else factory(value)
+def _factory(
+    module: Any, kind: type, library: str, argument: str, seed: Callable[[Array], Any]
+) -> tuple[str, Callable[[Array], Any]]:
+    """The name of a module, or of what makes one from a seed, and a function from a key to the module."""
+    is_module = isinstance(module, kind)
+    _check_type(is_module or callable(module), f"a module of {library}, or a function that makes one", module)
+    name = type(module).__name__ if is_module else getattr(module, "__name__", "module")
+
+    def make(key: Array) -> Any:
+        if is_module:
+            return module
+        function = module.__init__ if inspect.isclass(module) else module
+        by_name = argument in inspect.signature(function).parameters
+        return module(**{argument: seed(key)}) if by_name else module(seed(key))
+
+    return name, make
 
 
 def _batch(example: Any) -> np.ndarray:
@@ -221,17 +220,14 @@ def _checked(name: str, model: Model, example: Any = None) -> Model:
 
 
 def _check_type(condition: bool, kind: str, value: Any) -> None:
-    if not condition:
-        raise ModelError(f"module must be {kind}, got {type(value).__name__}", "module", value)
+    require(condition, "module", type(value).__name__, kind, ModelError)
 
 
 def _refuse_state(name: str, state: Any) -> None:
     if state:
-        value = ", ".join(sorted(state))
-        message = (
-            f"{name} must keep nothing but parameters, got state ({value}): normalize without statistics of a batch"
-        )
-        raise ModelError(message, "state", value)
+        kinds = ", ".join(sorted(state))
+        rule = f"{name} must keep nothing but parameters, got state ({kinds})"
+        raise ModelError(f"{rule}: normalize without statistics of a batch", "state", kinds)
 
 
 def _shapes(field: str, name: str, function: Callable[..., Any], *arguments: Any) -> Any:

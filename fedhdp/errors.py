@@ -5,6 +5,9 @@ All are ``ValueError``; the command line prints the line and exits with 2.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class FedHDPError(ValueError):
     """Any input that cannot be used.
@@ -44,17 +47,38 @@ class LedgerError(FedHDPError):
     """A ledger that cannot be read, or does not allow the operation."""
 
 
-def require(condition: bool, field: str, value: object, rule: str) -> None:
-    """Raise ``InvalidValueError`` unless the condition holds.
+def require(
+    condition: bool, field: str, value: object, rule: str, error: type[FedHDPError] = InvalidValueError
+) -> None:
+    """Raise an error unless the condition holds.
 
     Args:
         condition: What must hold; written so that NaN fails it.
         field: The name of the field.
         value: Its value.
         rule: What the field must be, to complete "field must be ...".
+        error: The class of the error.
 
     Raises:
-        InvalidValueError: If the condition does not hold.
+        FedHDPError: If the condition does not hold.
     """
     if not condition:
-        raise InvalidValueError(f"{field} must be {rule}, got {value!r}", field, value)
+        raise error(f"{field} must be {rule}, got {value!r}", field, value)
+
+
+@contextmanager
+def errors_in(place: str) -> Iterator[None]:
+    """Let errors name the place of the data that they are about: a file, a table, a row."""
+    try:
+        yield
+    except FedHDPError as error:
+        raise DataError(f"{place}: {error}", error.field, error.value) from error
+
+
+@contextmanager
+def errors_of(field: str, kind: type[FedHDPError] = InvalidValueError) -> Iterator[None]:
+    """Let errors of a value's fields name the field that has the value."""
+    try:
+        yield
+    except InvalidValueError as error:
+        raise kind(f"{field}.{error}", f"{field}.{error.field}", error.value) from error

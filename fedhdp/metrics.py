@@ -32,14 +32,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedhdp.errors import DataError, FedHDPError, ModelError
+from fedhdp.errors import DataError, FedHDPError, ModelError, require
 
 Array = jax.Array
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-RESERVED = re.compile(
-    r"clip|refused|epsilon|sampled|sent|replies|.*_(variance|worst_decile|clients)"
-)  # other rows' names
+RESERVED = re.compile(r"clip|refused|epsilon|sampled|sent|replies|.*_(variance|worst_decile|clients)")  # other rows
 
 
 class Metric(NamedTuple):
@@ -113,9 +111,7 @@ def auc(outputs: Array, labels: Array, mask: Array) -> Array:
 
 def _binary_auc(score_N: Array, is_positive_N: Array, mask_N: Array) -> Array:
     """The share of pairs of a positive and a negative example in which the positive one scores higher; ties are half."""
-    positive_N, negative_N = (
-        (is_class_N & mask_N).astype(jnp.float32) for is_class_N in (is_positive_N, ~is_positive_N)
-    )
+    positive_N, negative_N = ((part_N & mask_N).astype(jnp.float32) for part_N in (is_positive_N, ~is_positive_N))
     score_N = jnp.where(jnp.isfinite(score_N), score_N, jnp.where(is_positive_N, -jnp.inf, jnp.inf))
     sorted_N, sorted_negative_N = jax.lax.sort((score_N, negative_N), num_keys=1)
     negatives_below = jnp.concatenate([jnp.zeros(1), jnp.cumsum(sorted_negative_N)])
@@ -200,12 +196,12 @@ def resolve(
     Raises:
         ModelError: If a metric is unknown, has no usable name or does not take two or three arguments.
     """
-    if isinstance(metrics, str) or not isinstance(metrics, Sequence):
-        raise ModelError(f"metrics must be a tuple of names or functions, got {metrics!r}", "metrics", metrics)
+    is_tuple = isinstance(metrics, Sequence) and not isinstance(metrics, str)
+    require(is_tuple, "metrics", metrics, "a tuple of names or functions", ModelError)
     resolved = tuple(_resolve(metric, loss) for metric in metrics)
     names = [metric.name for metric in resolved]
-    if len(set(names)) < len(names) or not names:
-        raise ModelError(f"metrics must be one or more with different names, got {names}", "metrics", names)
+    differ = len(set(names)) == len(names) > 0
+    require(differ, "metrics", names, "one or more with different names", ModelError)
     return resolved
 
 
@@ -213,10 +209,7 @@ def _resolve(metric: str | Callable[..., Any] | Metric, loss: Callable[[Array, A
     if metric == "loss":
         return Metric("loss", _loss_metric(loss), higher_is_better=False)
     if isinstance(metric, str):
-        if metric not in BUILT_IN:
-            raise ModelError(
-                f"metrics must be one of {', '.join(NAMES)}, or functions, got {metric!r}", "metrics", metric
-            )
+        require(metric in BUILT_IN, "metrics", metric, f"one of {', '.join(NAMES)}, or functions", ModelError)
         return BUILT_IN[metric]
     if not isinstance(metric, Metric):
         metric = Metric(getattr(metric, "__name__", ""), metric)

@@ -16,7 +16,7 @@ from functools import cache, partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fedhdp.errors import InvalidValueError, require
+from fedhdp.errors import InvalidValueError, errors_of, require
 
 if TYPE_CHECKING:
     import optax
@@ -123,7 +123,8 @@ def as_optimizer(value: Any, field: str = "optimizer") -> Any:
         return value
     if isinstance(value, Mapping):
         require("name" in value, f"{field}.name", None, "given: an optimizer of optax, such as 'adam'")
-        return _within(field, lambda: OptimizerConfig(**value))
+        with errors_of(field):
+            return OptimizerConfig(**value)
     valid = all(callable(getattr(value, method, None)) for method in ("init", "update"))
     require(valid, field, value, "a table with a name and arguments, or an optax transformation")
     return value
@@ -138,7 +139,8 @@ def as_schedule(value: Any, field: str) -> Any:
     if isinstance(value, ScheduleConfig) or not isinstance(value, Mapping):
         return value
     require("schedule" in value, f"{field}.schedule", None, "given: a schedule of optax")
-    return _within(field, lambda: ScheduleConfig(**value))
+    with errors_of(field):
+        return ScheduleConfig(**value)
 
 
 def value_at(value: Any, round: int, field: str) -> float:
@@ -293,14 +295,6 @@ def _thaw(value: Any) -> Any:
     if isinstance(value, FrozenTable):
         return {int(key) if key.isdigit() else key: _thaw(item) for key, item in value.items()}
     return [_thaw(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _within(field: str, make: Callable[[], Any]) -> Any:
-    """Put the field before the field of an error."""
-    try:
-        return make()
-    except InvalidValueError as error:
-        raise InvalidValueError(f"{field}.{error}", f"{field}.{error.field}", error.value) from error
 
 
 def _is_number(value: object) -> bool:

@@ -47,3 +47,22 @@ def secret_generator(words: Sequence[int]) -> np.random.Generator:
 def noise_bytes(noise_seed: int | None, round: int) -> Callable[[int], bytes]:
     """The source of a round's random bytes for exact arithmetic: the operating system's entropy, or a stream of the seed."""
     return os.urandom if noise_seed is None else np.random.default_rng([noise_seed, NOISE, round]).bytes
+
+
+def cohort_generator(
+    round: int, noise_seed: int | None, entropy: np.ndarray | None, public_seed: int | None
+) -> np.random.Generator:
+    """What draws the cohort of a round: without a noise seed secret, unless all groups opted out.
+
+    Args:
+        round: The round.
+        noise_seed: The noise seed, if there is one.
+        entropy: Secret words that several simulations share. None: fresh ones.
+        public_seed: Where all groups opted out, a seed that is no secret. None: some did not.
+    """
+    if noise_seed is not None:
+        return np.random.default_rng([noise_seed, COHORT, round])
+    if entropy is None and public_seed is not None:
+        return np.random.default_rng([public_seed, COHORT, round])
+    words = os_entropy(4) if entropy is None else entropy
+    return secret_generator([*words.tolist(), COHORT, round])

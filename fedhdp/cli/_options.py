@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedhdp.errors import ConfigError, FedHDPError
+
+if TYPE_CHECKING:
+    from fedhdp.experiments.config import Experiment
 
 MAX_SEEDS = 10_000
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -18,6 +21,15 @@ Report = Annotated[
     Path | None,
     typer.Option("--report", metavar="FILE", help="Also write a page to this file, and print its path last."),
 ]
+
+
+def find_experiments(name: str, changes: dict[str, Any]) -> dict[str, Experiment]:
+    """The experiments of a built-in one, of a file or of a run's directory, with other values of some fields."""
+    from fedhdp.experiments import EXPERIMENTS, expand, find, with_options
+    from fedhdp.results.store import EXPERIMENT_FILE
+
+    name = str(Path(name) / EXPERIMENT_FILE) if Path(name).is_dir() else name
+    return expand(with_options(find(name, EXPERIMENTS), changes))
 
 
 def parse_seeds(text: str, hint: str = "") -> range:

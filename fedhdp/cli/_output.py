@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import unicodedata
 from collections.abc import Iterable
@@ -56,6 +57,11 @@ def epsilon_text(epsilon: float | None, otherwise: str = "–") -> str:
     return otherwise if epsilon is None else format_epsilon(epsilon)
 
 
+def number_text(number: float | None, digits: int = 4) -> str:
+    """A number as a cell of a table, with so many digits."""
+    return "–" if number is None else "∞" if number == math.inf else f"{number:.{digits}g}"
+
+
 def delta_warnings(delta: float, clients: int) -> list[str]:
     """A warning about a delta that permits publishing a client's data; none where it is small enough."""
     if delta * clients < 1:
@@ -64,14 +70,16 @@ def delta_warnings(delta: float, clients: int) -> list[str]:
     return [f"{risk}; take one far below {1 / clients:.1g}"]
 
 
-def new_table(texts: Iterable[str], numbers: Iterable[str]) -> Table:
-    """An empty table: columns of text, which may fold, then columns of numbers, which may not."""
-    empty = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+def new_table(texts: Iterable[str], numbers: Iterable[str], rows: Iterable[Iterable[str]] = ()) -> Table:
+    """A table: columns of text, which may fold, then columns of numbers, which may not; more rows may be added."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for name in texts:
-        empty.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold")
     for name in numbers:
-        empty.add_column(name, justify="right", no_wrap=True)
-    return empty
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def print_table(console: Console, table: Table) -> None:

@@ -224,13 +224,15 @@ def _report(dead: Sequence[Worker], note: Path) -> int:
         line = cause.failure.removeprefix("fedhdp: ")
         print(f"fedhdp: process {place.number} of {place.processes}: {line}", file=sys.stderr)
         return code
-    what = f"process {place.number} of {place.processes} died ({signal.Signals(-code).name})" if code < 0 else ""
+    event = f"process {place.number} of {place.processes} died ({signal.Signals(-code).name})" if code < 0 else ""
     if code in consequences:
         reason = _reason_file(place)
-        why = f" ({reason.read_text()})" if reason.exists() else ""
-        what = f"another process died or is out of reach, which ended process {place.number} of {place.processes}{why}"
+        text = f" ({reason.read_text()})" if reason.exists() else ""
+        event = (
+            f"another process died or is out of reach, which ended process {place.number} of {place.processes}{text}"
+        )
     resume = f"; to resume from the last checkpoint: {note.read_text()}" if note.exists() else ""
-    print(f"fedhdp: {what}{resume}", file=sys.stderr)
+    print(f"fedhdp: {event}{resume}", file=sys.stderr)
     return 1
 
 

@@ -159,9 +159,9 @@ class ProgressDisplay(_Display):
 
     def _show_line(self, progress: Progress, ended: bool) -> None:
         rate = self._rate(progress)
-        left = f"{(progress.rounds - progress.round) / rate:.0f} s left" if rate > 0 and not ended else ""
+        time_left = f"{(progress.rounds - progress.round) / rate:.0f} s left" if rate > 0 and not ended else ""
         place = f"[{_place(progress)}] round {progress.round}/{progress.rounds}"
-        parts = ", ".join(part for part in (place, _rate_text(rate), left) if part)
+        parts = ", ".join(part for part in (place, _rate_text(rate), time_left) if part)
         self._print_line(f"{parts}: {_note(progress)}")
 
 
@@ -176,8 +176,8 @@ def _note(progress: Progress) -> str:
     parts = [_variants(progress)]
     for name, epsilons in progress.epsilon().items():
         if epsilons[1] < math.inf:  # without noise there is nothing to watch
-            ends = dict.fromkeys(format_epsilon(epsilon, 2) for epsilon in epsilons)
-            parts.append(f"ε {name} {'–'.join(ends)}")
+            bounds = dict.fromkeys(format_epsilon(epsilon, 2) for epsilon in epsilons)
+            parts.append(f"ε {name} {'–'.join(bounds)}")
     for name, rounds in progress.rounds_left().items():
         if rounds < math.inf:
             parts.append(f"{name} has {pluralize(int(rounds))} left")

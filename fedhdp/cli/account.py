@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from fedhdp.cli._options import Json, Report
-from fedhdp.cli._output import console, delta_warnings, epsilon_text, new_table, print_json, print_table
+from fedhdp.cli._options import Json, Report, find_experiments
+from fedhdp.cli._output import (
+    console,
+    delta_warnings,
+    epsilon_text,
+    new_table,
+    number_text,
+    print_json,
+    print_table,
+)
 from fedhdp.cli.report import write_file
 from fedhdp.errors import ConfigError
 
@@ -143,11 +151,7 @@ def _account_named(
             raise ConfigError(message, "--tuning-trials", tuning.trials)
         _account_app(Deployment.from_app(path, **changes), json, page)
     else:
-        from fedhdp.experiments import EXPERIMENTS, expand, with_options
-        from fedhdp.experiments.toml import find
-
-        name = str(path / EXPERIMENT_FILE) if path.is_dir() else name  # the directory of a run
-        experiments = expand(with_options(find(name, EXPERIMENTS), changes))
+        experiments = find_experiments(name, changes)
         if (json or page is not None) and len(experiments) > 1:
             option = "--json" if json else "--report"
             message = f"{option} is of one experiment, and the sweep of {name} makes {len(experiments)}"
@@ -322,7 +326,7 @@ def _print_mechanisms(cost: ExperimentCost, tuning: Tuning | None) -> None:
 
 def _noise_text(group: GroupReport) -> str:
     """The noise multiplier; where it changes from round to round, the smallest."""
-    noise = "∞" if group.noise_multiplier == math.inf else f"{group.noise_multiplier:.4g}"
+    noise = number_text(group.noise_multiplier)
     return noise if group.mechanisms == 1 else f"≥ {noise}"
 
 

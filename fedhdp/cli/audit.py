@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedhdp.cli._options import Json, Report
-from fedhdp.cli._output import console, error_console, new_table, print_json, print_table
+from fedhdp.cli._options import Json, Report, find_experiments
+from fedhdp.cli._output import (
+    console,
+    epsilon_text,
+    error_console,
+    new_table,
+    number_text,
+    print_json,
+    print_table,
+)
 from fedhdp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,13 +89,7 @@ def audit(
 
 
 def _find(name: str, rounds: int | None) -> Experiment:
-    from fedhdp.experiments import EXPERIMENTS, expand, with_options
-    from fedhdp.experiments.toml import find
-    from fedhdp.results.store import EXPERIMENT_FILE
-
-    path = Path(name)
-    name = str(path / EXPERIMENT_FILE) if path.is_dir() else name  # the directory of a run
-    experiments = expand(with_options(find(name, EXPERIMENTS), {} if rounds is None else {"rounds": rounds}))
+    experiments = find_experiments(name, {} if rounds is None else {"rounds": rounds})
     if len(experiments) > 1:
         message = f"an audit is of one experiment, and the sweep of {name} makes {len(experiments)}"
         raise ConfigError(message, "sweep", len(experiments))
@@ -104,10 +104,6 @@ def _audit_experiment(
     from fedhdp.experiments.audit import audit_experiment
 
     with CountDisplay() as display:
-
-        def show(stage: str, done: int, total: int) -> None:
-            display.update(stage, done, total)
-
         return audit_experiment(
             experiment,
             variant,
@@ -116,7 +112,7 @@ def _audit_experiment(
             confidence=confidence,
             seed=seed,
             training=training,
-            progress=show,
+            progress=display.update,
         )
 
 
@@ -149,8 +145,8 @@ def _print(report: AuditReport) -> None:
     table = new_table(("group", "attack"), ("μ\nclaimed", "ε\nclaimed", *METHODS.values(), "AUC", "TPR", "result"))
     for group in report.groups:
         for number, (attack, result) in enumerate(_attacks(group)):
-            bounds = [_number(result.lower_bounds.get(method)) for method in METHODS]
-            claims = (_number(result.claimed_mu), _claim(result.claimed_epsilon))
+            bounds = [number_text(result.lower_bounds.get(method), 3) for method in METHODS]
+            claims = (number_text(result.claimed_mu, 3), epsilon_text(result.claimed_epsilon))
             rates = (f"{result.auc:.3f}", f"{result.tpr_at_1_percent_fpr:.3f}")
             table.add_row(group.name if number == 0 else "", attack, *claims, *bounds, *rates, group.verdict(result))
     print_table(out, table)
@@ -180,7 +176,7 @@ def _attacks(group: GroupAudit) -> list[tuple[str, Attack]]:
 def _print_checks(out: Console, report: AuditReport) -> None:
     table = new_table(("measured", "of what"), ("value", "promised", "p", "result"))
     for check in report.checks:
-        numbers = (_number(check.measured, 4), _number(check.promised, 4), f"{check.p_value:.2g}")
+        numbers = (number_text(check.measured), number_text(check.promised), f"{check.p_value:.2g}")
         table.add_row(check.name, check.about, *numbers, "holds" if check.holds else "OFF")
     out.print()
     print_table(out, table)
@@ -189,20 +185,6 @@ def _print_checks(out: Console, report: AuditReport) -> None:
 def _print_mutants(out: Console, report: AuditReport) -> None:
     if not report.mutants:
         return
-    table = new_table(("mutant", "caught by"), ("result",))
-    for mutant in report.mutants:
-        table.add_row(mutant.name, ", ".join(mutant.caught_by), "caught" if mutant.caught else "MISSED")
+    rows = [(m.name, ", ".join(m.caught_by), "caught" if m.caught else "MISSED") for m in report.mutants]
     out.print()
-    print_table(out, table)
-
-
-def _claim(epsilon: float) -> str:
-    from fedhdp.privacy.accounting import format_epsilon
-
-    return format_epsilon(epsilon)
-
-
-def _number(value: float | None, digits: int = 3) -> str:
-    if value is None:
-        return "–"
-    return "∞" if value == math.inf else f"{value:.{digits}g}"
+    print_table(out, new_table(("mutant", "caught by"), ("result",), rows))

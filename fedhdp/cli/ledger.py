@@ -196,12 +196,12 @@ def _consequence(standing: GroupStanding | None) -> str:
     if standing is None or not standing.clients:
         return "the group has not been in a run yet, and the budget holds from its first round."
     epsilon = f"epsilon over all runs is {epsilon_text(standing.epsilon)}"
-    left = standing.rounds_left
+    rounds_left = standing.rounds_left
     if standing.is_exhausted:
         return f"{epsilon}. No further round like the costliest of its last run is left."
-    if left is None:
+    if rounds_left is None:
         return f"{epsilon}."
-    rounds = "any number of rounds" if left == math.inf else pluralize(int(left))
+    rounds = "any number of rounds" if rounds_left == math.inf else pluralize(int(rounds_left))
     return f"{epsilon}, with {rounds} left like the costliest of its last run."
 
 

@@ -106,10 +106,7 @@ def print_story(runs: list[RepeatedRun]) -> None:
 
 
 def _table(header: list[str], rows: list[list[str]], texts: int) -> Table:
-    table = new_table(header[:texts], header[texts:])
-    for row in rows:
-        table.add_row(*row)
-    return table
+    return new_table(header[:texts], header[texts:], rows)
 
 
 def plot(

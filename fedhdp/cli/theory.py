@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedhdp.cli._options import Json, require_matplotlib
-from fedhdp.cli._output import console, new_table, print_json, print_table
+from fedhdp.cli._output import console, new_table, number_text, print_json, print_table
 from fedhdp.errors import ConfigError, InvalidValueError
 
 if TYPE_CHECKING:
@@ -115,17 +114,17 @@ def _print(problem: Problem, result: Optimum) -> None:
     best = new_table(("group",), ("clients", "γ²", "weight r", "pull λ,\nwithout own noise", "pull λ,\nwith own noise"))
     for group, row in zip(problem.groups, result.groups, strict=True):
         numbers = (group.gamma2, row.weight, row.pull, row.pull_own_noise)
-        best.add_row(group.name, f"{group.clients:,}", *map(_format_number, numbers))
+        best.add_row(group.name, f"{group.clients:,}", *map(number_text, numbers))
     print_table(out, best)
     out.print()
 
     errors = new_table(("error of",), ("FedHDP", *BASELINES.values()))
     baselines = [result.baselines[name] for name in BASELINES]
     variances = (result.server_variance, *(baseline.server_variance for baseline in baselines))
-    errors.add_row("server", *map(_format_number, variances))
+    errors.add_row("server", *map(number_text, variances))
     for number, row in enumerate(result.groups):
         client_mses = (row.client_mse_own_noise, *(baseline.groups[number].client_mse for baseline in baselines))
-        errors.add_row(f"client, {row.name}", *map(_format_number, client_mses))
+        errors.add_row(f"client, {row.name}", *map(number_text, client_mses))
     print_table(out, errors)
     out.print()
     out.print(
@@ -133,7 +132,3 @@ def _print(problem: Problem, result: Optimum) -> None:
         "where clients add noise and subtract their own from the global model. Client errors are at the pull with own "
         "noise. A strong pull λ needs a personal learning rate near 1/(1+λ); at 2/λ training diverges."
     )
-
-
-def _format_number(number: float | None) -> str:
-    return "–" if number is None else "∞" if number == math.inf else f"{number:.4g}"

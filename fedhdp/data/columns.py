@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import numpy as np
 
 from fedhdp.data.values import MAX_FLOAT, is_missing
-from fedhdp.errors import DataError
+from fedhdp.errors import DataError, errors_in, require
 
 Columns = Mapping[str, np.ndarray]
 Moments = tuple[float, float]  # mean and standard deviation
@@ -25,14 +25,8 @@ Standardize = Literal["none", "public", "server"] | Mapping[str, Moments]
 
 
 def column(columns: Columns, name: str, field: str) -> np.ndarray:
-    """The column that a field names.
-
-    Raises:
-        DataError: If there is none.
-    """
-    if not isinstance(name, str):
-        kind = type(name).__name__
-        raise DataError(f"{field} must be the name of a column, got {kind}", field, kind)
+    """The column that a field names; a `DataError` if there is none."""
+    require(isinstance(name, str), field, type(name).__name__, "the name of a column", DataError)
     if name in columns:
         return columns[name]
     similar = get_close_matches(name, columns, 1)
@@ -58,15 +52,6 @@ def errors_of_clients(columns: Columns, client: str) -> Iterator[None]:
             raise
         owner = f", of client {str(columns[client][error.row])!r}"
         raise CellError(error.fault, error.field, error.value, error.row, error.hint, owner) from error
-
-
-@contextmanager
-def errors_in(table: str) -> Iterator[None]:
-    """Let errors name the table that they are in."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"{table}: {error}", error.field, error.value) from error
 
 
 class Encoder(NamedTuple):
@@ -174,14 +159,11 @@ def _check_options(
     """Raise `DataError` if an option names no feature, or moments are out of range."""
     for field, names in (("categories", categories), ("fill", fill), ("standardize", moments)):
         for name in names:
-            if name not in features:
-                raise DataError(f"{field} must name features ({', '.join(features)}), got {name!r}", field, name)
+            require(name in features, field, name, f"values by feature ({', '.join(features)})", DataError)
     for name, (mean, deviation) in moments.items():
-        if name in categories:
-            raise DataError(f"standardize must name columns of numbers, got {name!r} of text", "standardize", name)
-        if not (np.isfinite(mean) and 0 < deviation < np.inf):
-            value = [mean, deviation]
-            raise DataError(f"standardize.{name} must be a mean and a deviation above 0, got {value}", name, value)
+        require(name not in categories, "standardize", name, "values of columns that are not categories", DataError)
+        valid = bool(np.isfinite(mean)) and 0 < deviation < np.inf
+        require(valid, f"standardize.{name}", [mean, deviation], "a mean and a deviation above 0", DataError)
 
 
 def _is_text(cells_N: np.ndarray) -> bool:
@@ -208,9 +190,8 @@ def _filled(cells_N: np.ndarray, fill: Mapping[str, Any], name: str) -> np.ndarr
 
 def _numbers(cells_N: np.ndarray, name: str) -> np.ndarray:
     """Cells as finite numbers."""
-    if cells_N.ndim != 1 or cells_N.dtype.kind not in "biufOUS":
-        kind = f"{cells_N.dtype} {cells_N.shape}"
-        raise DataError(f"{name} must be a column of numbers or text, got {kind}", name, kind)
+    is_column = cells_N.ndim == 1 and cells_N.dtype.kind in "biufOUS"
+    require(is_column, name, f"{cells_N.dtype} {cells_N.shape}", "a column of numbers or text", DataError)
     if cells_N.dtype.kind in "OUS":
         for row, cell in enumerate(cells_N.tolist()):
             if is_missing(cell):

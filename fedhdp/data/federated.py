@@ -134,8 +134,8 @@ class FederatedData(NamedTuple):
         rows = partition_rows(client, level, test_share, server_share, seed)
         others = [part for part in (test_rows, server_rows) if part]
         (y_N, *other_y), classes, class_names = class_targets([y, *(part[1] for part in others)], classes)
-        if len(y_N) != len(rows.client_N):
-            raise DataError(f"y must be one for each of {len(rows.client_N)} examples, got {len(y_N)}", "y", len(y_N))
+        count = len(rows.client_N)
+        require(len(y_N) == count, "y", len(y_N), f"one for each of {count} examples", DataError)
         x_N, *other_x = (input_array(part[0], len(part[1])) for part in [(x, y_N), *others])
         train = examples(x_N[rows.train_N], y_N[rows.train_N], rows.train_count_K)
         test_part = examples(x_N[rows.test_N], y_N[rows.test_N], rows.test_count_K)

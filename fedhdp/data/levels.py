@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fedhdp.data.values import NUMBER, as_array, is_missing
-from fedhdp.errors import DataError
+from fedhdp.errors import DataError, require
 
 LevelSize: TypeAlias = int | float | Sequence[str]  # of a level: a count, a share of all clients, or its clients' ids
 
@@ -43,9 +43,8 @@ def levels_by_client(level: Any, ids: np.ndarray, client_N: np.ndarray) -> np.nd
 
 
 def _level_of_rows(level_N: np.ndarray, ids: np.ndarray, client_N: np.ndarray) -> np.ndarray:
-    if level_N.shape != client_N.shape:
-        rule = f"one for each of {len(client_N)} examples, or a mapping from client to level"
-        raise DataError(f"level must be {rule}, got the shape {level_N.shape}", "level", level_N.shape)
+    rule = f"one for each of {len(client_N)} examples, or a mapping from client to level"
+    require(level_N.shape == client_N.shape, "level", level_N.shape, rule, DataError)
     names, number_N = np.unique([_text(value) for value in level_N.tolist()], return_inverse=True)
     _, first_K = np.unique(client_N, return_index=True)
     number_K = number_N[first_K]
@@ -87,6 +86,6 @@ def _quota(level: str, size: LevelSize, clients: int) -> float:
     if not isinstance(size, NUMBER):
         return len(size)
     is_count = isinstance(size, int | np.integer)
-    if not 0 <= size <= (math.inf if is_count else 1):
-        raise DataError(f"level {level!r} must have a count, or a share of at most 1, got {size}", "levels", size)
+    valid = 0 <= size <= (math.inf if is_count else 1)
+    require(valid, "levels", size, f"a count, or a share of at most 1, for {level!r}", DataError)
     return int(size) if is_count else round(float(size) * clients, 6)

@@ -94,20 +94,15 @@ def order_by_client(client: Any, ids: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def share_or_arrays(field: str, value: Any, names: Sequence[str]) -> tuple[float, tuple[Any, ...] | None]:
-    """Which of two things an argument is: a share, or arrays of examples.
-
-    Raises:
-        DataError: If it is neither.
-    """
+    """Which of two things an argument is: a share, or arrays of examples; a `DataError` if it is neither."""
     if value is None or isinstance(value, NUMBER):
         return float(value or 0), None
     if isinstance(value, tuple | list) and len(value) == len(names):
         sizes = [len(array) for array in value]
-        if len(set(sizes)) > 1:
-            raise DataError(f"{field} must have arrays of one length, got {sizes}", field, sizes)
+        require(len(set(sizes)) == 1, field, sizes, "arrays of one length", DataError)
         return 0.0, tuple(value)
-    rule = f"a share, arrays ({', '.join(names)}) or None"
-    raise DataError(f"{field} must be {rule}, got {type(value).__name__}", field, type(value).__name__)
+    kind = type(value).__name__
+    raise DataError(f"{field} must be a share, arrays ({', '.join(names)}) or None, got {kind}", field, kind)
 
 
 def client_generator(seed: int, purpose: int, client: int | str) -> np.random.Generator:
@@ -129,25 +124,20 @@ def client_ids(client: Any, field: str = "client") -> np.ndarray:
         DataError: If there is none, or one is missing or neither.
     """
     ids_N = as_array(client, field)
-    if ids_N.ndim != 1 or not len(ids_N):
-        shape = ids_N.shape
-        raise DataError(f"{field} must be one id for each example, one or more, got the shape {shape}", field, shape)
+    valid = ids_N.ndim == 1 and len(ids_N) > 0
+    require(valid, field, ids_N.shape, "one id for each example, one or more", DataError)
     if ids_N.dtype.kind == "O":
         refuse_missing(ids_N, field)
         is_number_N = np.array([isinstance(value, NUMBER) for value in ids_N])
         if all(isinstance(value, int | np.integer) for value in ids_N):
             ids_N = ids_N.astype(np.int64)
         elif is_number_N.any():  # 1, 1.0 and "1" would be one client or two
-            value = ids_N[is_number_N.argmax()]
-            raise DataError(
-                f"{field} must be all strings or all whole numbers, got {value!r} among others", field, value
-            )
+            require(False, field, ids_N[is_number_N.argmax()], "all strings or all whole numbers", DataError)
         else:
             ids_N = ids_N.astype(str)
     if ids_N.dtype.kind == "S":
         ids_N = ids_N.astype(str)
-    if ids_N.dtype.kind not in "iuU":
-        raise DataError(f"{field} must be strings or whole numbers, got {ids_N.dtype}", field, str(ids_N.dtype))
+    require(ids_N.dtype.kind in "iuU", field, str(ids_N.dtype), "strings or whole numbers", DataError)
     if ids_N.dtype.kind == "U":
         refuse_missing(ids_N, field)
     return ids_N

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from fedhdp.errors import DataError
+from fedhdp.errors import DataError, require
 
 
 class ExampleSource(Protocol):
@@ -72,11 +72,10 @@ def examples(x_N: np.ndarray, y_N: np.ndarray, count_K: Sequence[int] | np.ndarr
         DataError: If the counts are not whole numbers, or do not add up to the number of inputs and targets.
     """
     x_N, y_N, counts = np.asanyarray(x_N), np.asanyarray(y_N), np.asarray(count_K)
-    if counts.dtype.kind not in "iu":
-        raise DataError(f"counts must be whole numbers, got {counts.dtype}", "counts", str(counts.dtype))
+    require(counts.dtype.kind in "iu", "counts", str(counts.dtype), "whole numbers", DataError)
     counts = counts.astype(np.int32)
-    if counts.min(initial=0) < 0:
-        raise DataError(f"counts must be at least 0, got {counts.min()}", "counts", int(counts.min()))
+    least = int(counts.min(initial=0))
+    require(least >= 0, "counts", least, "at least 0", DataError)
     if counts.sum() != len(y_N) or len(x_N) != len(y_N):
         message = f"counts add up to {counts.sum()}, but there are {len(x_N)} inputs and {len(y_N)} targets"
         raise DataError(message, "counts", int(counts.sum()))

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedhdp.data.columns import Columns, Standardize, column, errors_in, errors_of_clients, make_encoder
+from fedhdp.data.columns import Columns, Standardize, column, errors_of_clients, make_encoder
 from fedhdp.data.rows import Partition, partition_rows, share_or_arrays
 from fedhdp.data.values import NUMBER, as_array, refuse_missing
-from fedhdp.errors import DataError
+from fedhdp.errors import DataError, errors_in, require
 
 
 def read_columns(frame: Any) -> dict[str, np.ndarray]:
@@ -28,18 +28,21 @@ def read_columns(frame: Any) -> dict[str, np.ndarray]:
     names = getattr(frame, "column_names", None)  # pyarrow
     if names is None:
         names = list(frame) if isinstance(frame, Mapping) else getattr(frame, "columns", None)
-    if names is None:
-        raise DataError(
-            f"frame must be a table with columns, got {type(frame).__name__}", "frame", type(frame).__name__
-        )
+    require(names is not None, "frame", type(frame).__name__, "a table with columns", DataError)
+    assert names is not None
     names = [str(name) for name in names]
-    for name in {name for name in names if names.count(name) > 1}:
-        raise DataError(f"frame must have each column once, got {name!r} twice", "frame", name)
+    _require_once("frame", names)
     columns = {name: _stacked(as_array(frame[name], name), name) for name in names}
     sizes = {len(column) for column in columns.values()}
-    if len(sizes) != 1 or not max(sizes):
-        raise DataError(f"frame must have columns of one length, with one row or more, got {sorted(sizes)}", "frame")
+    valid = len(sizes) == 1 and sizes != {0}
+    require(valid, "frame", sorted(sizes), "columns of one length, with one row or more", DataError)
     return columns
+
+
+def _require_once(field: str, names: Sequence[str]) -> None:
+    for name in names:
+        if list(names).count(name) > 1:
+            raise DataError(f"{field} must have each column once, got {name!r} twice", field, name)
 
 
 def _stacked(cells_N: np.ndarray, name: str) -> np.ndarray:
@@ -48,8 +51,7 @@ def _stacked(cells_N: np.ndarray, name: str) -> np.ndarray:
     if not any(isinstance(cell, list | np.ndarray) for cell in cells):
         return cells_N
     shapes = {np.shape(cell) if isinstance(cell, list | np.ndarray) else () for cell in cells}
-    if len(shapes) > 1:
-        raise DataError(f"{name} must have one shape in all rows, got {sorted(shapes)}", name, sorted(shapes))
+    require(len(shapes) == 1, name, sorted(shapes), "of one shape in all rows", DataError)
     return np.stack(cells)
 
 
@@ -61,9 +63,9 @@ def huggingface_columns(dataset: Any, names: Sequence[str] | None) -> Any:
     """
     if dataset is None or isinstance(dataset, NUMBER):
         return dataset
-    if not isinstance(getattr(dataset, "num_rows", None), int):
-        kind = type(dataset).__name__
-        raise DataError(f"dataset must be a datasets.Dataset, one split of it, got {kind}", "dataset", kind)
+    is_dataset = isinstance(getattr(dataset, "num_rows", None), int)
+    rule = "a datasets.Dataset, one split of it"
+    require(is_dataset, "dataset", type(dataset).__name__, rule, DataError)
     selected = dataset if names is None else dataset.select_columns([n for n in names if n in dataset.column_names])
     return {name: as_array(values, name) for name, values in selected.with_format("numpy")[:].items()}
 
@@ -74,9 +76,7 @@ def torch_arrays(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         DataError: If it has no length, or its examples are no pairs of one shape.
     """
-    if not hasattr(dataset, "__len__"):
-        kind = type(dataset).__name__
-        raise DataError(f"dataset must be map-style, with a length, got {kind}", "dataset", kind)
+    require(hasattr(dataset, "__len__"), "dataset", type(dataset).__name__, "map-style, with a length", DataError)
     pairs = [dataset[row] for row in range(len(dataset))]
     try:
         x_N, y_N = ([np.asarray(value) for value in values] for values in zip(*pairs, strict=True))
@@ -119,33 +119,15 @@ def table_arrays(
     columns = read_columns(frame)
     test_share, test_columns = _share_or_table("test", test)
     server_share, server_columns = _share_or_table("server", server)
-    for field, name in (("client", client), ("label", label)):
-        refuse_missing(column(columns, name, field), name)
+    features = _check_columns(columns, client, label, level, features)
     level_N = column(columns, level, "level") if isinstance(level, str) else level
-    if label in (client, level):
-        raise DataError(f"label must be another column than client and level, got {label!r}", "label", label)
-    if features is None:
-        features = [name for name in columns if name not in (client, label, level)]
-    for name in {client, label}.intersection(features):
-        raise DataError(f"features must not have the column of clients or of labels, got {name!r}", "features", name)
-    for name in {name for name in features if list(features).count(name) > 1}:
-        raise DataError(f"features must have each column once, got {name!r} twice", "features", name)
-    if not features:
-        raise DataError("features must be one column or more beside client, label and level, got none", "features", [])
-    source, preparation, moments = None, "", None
-    if isinstance(standardize, Mapping):
-        moments, preparation = standardize, "standardized by given means and deviations"
-    elif standardize == "public":
+    source: Columns | None
+    if standardize == "public":
         rows = partition_rows(columns[client], level_N, test_share, server_share, seed)
         source, preparation = _public_rows(columns, rows, public)
-    elif standardize == "server":
-        if server_columns is None:
-            raise DataError("standardize = 'server' needs a table of the server's examples", "standardize", standardize)
-        column(server_columns, label, "server")
-        source, preparation = server_columns, f"standardized by the server's {len(server_columns[label])} examples"
-    elif standardize != "none":
-        rule = "none, public, server, or a mean and a deviation for each column"
-        raise DataError(f"standardize must be {rule}, got {standardize!r}", "standardize", standardize)
+    else:
+        source, preparation = _server_rows(server_columns, label, standardize)
+    moments = standardize if isinstance(standardize, Mapping) else None
     with errors_of_clients(columns, client):
         encoder = make_encoder(columns, features, categories, fill, moments, source)
 
@@ -164,10 +146,41 @@ def table_arrays(
     return TableArrays(x_N, y_N, columns[client], level_N, test, server, preparation)
 
 
+def _check_columns(
+    columns: Columns, client: str, label: str, level: object, features: Sequence[str] | None
+) -> Sequence[str]:
+    """The columns that are inputs: all others where they are not stated."""
+    for field, name in (("client", client), ("label", label)):
+        refuse_missing(column(columns, name, field), name)
+    require(label not in (client, level), "label", label, "another column than client and level", DataError)
+    if features is None:
+        features = [name for name in columns if name not in (client, label, level)]
+    for name in features:
+        rule = "columns other than those of clients and labels"
+        require(name not in (client, label), "features", name, rule, DataError)
+    _require_once("features", features)
+    require(len(features) > 0, "features", [], "one column or more beside client, label and level", DataError)
+    return features
+
+
 def _share_or_table(field: str, value: Any) -> tuple[float, dict[str, np.ndarray] | None]:
     if value is None or isinstance(value, int | float):
         return share_or_arrays(field, value, ())[0], None
     return 0.0, read_columns(value)
+
+
+def _server_rows(server_columns: Columns | None, label: str, standardize: Standardize) -> tuple[Columns | None, str]:
+    """The server's rows if their statistics may be used, and a sentence about the statistics."""
+    if isinstance(standardize, Mapping):
+        return None, "standardized by given means and deviations"
+    rule = "none, public, server, or a mean and a deviation for each column"
+    require(standardize in ("none", "server"), "standardize", standardize, rule, DataError)
+    if standardize == "none":
+        return None, ""
+    if server_columns is None:
+        raise DataError("standardize = 'server' needs a table of the server's examples", "standardize", standardize)
+    column(server_columns, label, "server")
+    return server_columns, f"standardized by the server's {len(server_columns[label])} examples"
 
 
 def _public_rows(columns: Columns, rows: Partition, public: Sequence[str]) -> tuple[Columns, str]:

@@ -36,14 +36,13 @@ def class_targets(
         return _text_targets(parts, names, size)
     for part in parts:
         _check_numbers(part)
-        if (part.dtype.kind == "f") != (parts[0].dtype.kind == "f"):
-            raise DataError(f"y must be {parts[0].dtype} in all parts, got {part.dtype}", "y", str(part.dtype))
+        alike = (part.dtype.kind == "f") == (parts[0].dtype.kind == "f")
+        require(alike, "y", str(part.dtype), f"{parts[0].dtype} in all parts", DataError)
     if parts[0].dtype.kind == "f":
         return parts, size or math.prod(parts[0].shape[1:]), names
     largest = max(int(part.max(initial=0)) for part in parts)
     size = largest + 1 if size is None else size
-    if largest >= size:
-        raise DataError(f"y must be from 0 to {size - 1}, the classes, got {largest}", "y", largest)
+    require(largest < size, "y", largest, f"from 0 to {size - 1}, the classes", DataError)
     return [part.astype(np.int32) for part in parts], size, names
 
 
@@ -55,8 +54,7 @@ def _text_targets(
     texts = [part.astype(str) for part in parts]
     names = names or tuple(np.unique(np.concatenate(texts)).tolist())
     size = len(names) if size is None else size
-    if len(names) > size:
-        raise DataError(f"classes must be at least {len(names)}, the labels there are, got {size}", "classes", size)
+    require(len(names) <= size, "classes", size, f"at least {len(names)}, the number of labels", DataError)
     return [_positions(text_N, names) for text_N in texts], size, names
 
 
@@ -69,8 +67,7 @@ def _positions(text_N: np.ndarray, names: Sequence[str]) -> np.ndarray:
 
 
 def _check_numbers(y_N: np.ndarray) -> None:
-    if y_N.dtype.kind not in "biuf":
-        raise DataError(f"y must be numbers or text, got {y_N.dtype}", "y", str(y_N.dtype))
+    require(y_N.dtype.kind in "biuf", "y", str(y_N.dtype), "numbers or text", DataError)
     valid_N = np.isfinite(y_N) if y_N.dtype.kind == "f" else y_N >= 0
     for row in np.flatnonzero(~valid_N.reshape(len(y_N), -1).all(axis=1)):
         rule = "finite" if y_N.dtype.kind == "f" else "at least 0"

@@ -7,25 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from fedhdp.errors import DataError
+from fedhdp.errors import DataError, require
 
 NUMBER = (int, float, np.number)
 BLOCK_BYTES, MAX_FLOAT = 2**26, float(np.finfo(np.float32).max)
 
 
 def as_array(values: Any, field: str) -> np.ndarray:
-    """Values as an array; objects that are numbers become numbers.
-
-    Raises:
-        DataError: If they do not form one.
-    """
+    """Values as an array; objects that are numbers become numbers; a `DataError` if they do not form one."""
     try:
         array = np.asanyarray(values)
     except (ValueError, TypeError) as error:
         raise DataError(f"{field} must be an array, got {type(values).__name__}: {error}", field) from error
-    if np.ma.is_masked(array):
-        count = int(np.ma.count_masked(array))
-        raise DataError(f"{field} must have no masked values, got {count}", field, count)
+    masked = int(np.ma.count_masked(array)) if np.ma.is_masked(array) else 0
+    require(masked == 0, field, masked, "without masked values", DataError)
     return _numbers_of_objects(array) if array.dtype.kind == "O" else array
 
 
@@ -56,16 +51,11 @@ def refuse_missing(values_N: np.ndarray, field: str) -> None:
 
 
 def input_array(x: Any, count: int) -> np.ndarray:
-    """Inputs as an array of numbers with this many rows.
-
-    Raises:
-        DataError: If they are not.
-    """
+    """Inputs as an array of numbers with this many rows; a `DataError` if they are not."""
     x_N = as_array(x, "x")
-    if x_N.dtype.kind not in "biuf":
-        raise DataError(f"x must be numbers, got {x_N.dtype}", "x", str(x_N.dtype))
-    if x_N.ndim < 1 or len(x_N) != count:
-        raise DataError(f"x must have a row for each of {count} examples, got the shape {x_N.shape}", "x", x_N.shape)
+    require(x_N.dtype.kind in "biuf", "x", str(x_N.dtype), "numbers", DataError)
+    valid = x_N.ndim > 0 and len(x_N) == count
+    require(valid, "x", x_N.shape, f"an array with a row for each of {count} examples", DataError)
     return x_N
 
 

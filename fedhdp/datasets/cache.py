@@ -180,9 +180,9 @@ class ArrayWriter:
 
 
 @contextmanager
-def write_dataset(name: str, files: Mapping[str, str], directory: Path | None = None) -> Iterator[ArrayWriter]:
+def write_dataset(name: str, files: Mapping[str, str]) -> Iterator[ArrayWriter]:
     """A context that replaces a stored dataset, made from raw files with these sha256; if it raises, the old one stays."""
-    directory = directory or data_directory()
+    directory = data_directory()
     directory.mkdir(parents=True, exist_ok=True)
     final, partial, replaced = directory / name, directory / f".{name}.part", directory / f".{name}.old"
     if final.exists() and not (final / CONTENTS_FILE).exists():
@@ -193,7 +193,7 @@ def write_dataset(name: str, files: Mapping[str, str], directory: Path | None = 
         try:
             writer = ArrayWriter(partial)
             yield writer
-            contents = Contents(dataset=name, version=VERSION, files=dict(files), arrays=writer.specs)
+            contents = Contents(name, VERSION, dict(files), writer.specs)
             (partial / CONTENTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(contents), indent=2) + b"\n")
             for path in partial.iterdir():
                 with open(path, "rb+") as file:

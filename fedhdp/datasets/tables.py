@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import numpy as np
 
 from fedhdp.archives import array_names, read_npz
 from fedhdp.data import FederatedData
-from fedhdp.errors import DataError, FedHDPError
+from fedhdp.errors import DataError, errors_in
 
 MISSING = ["", "NA", "N/A", "NaN", "nan", "NULL", "null"]  # cells of a CSV file that are missing values
 PARTS = {
@@ -48,9 +46,9 @@ def load_table(
     parts: list[Any] = [path, test, server]
     for number, part in enumerate(parts):
         if isinstance(part, str | Path):
-            with _errors_in(part):
+            with errors_in(str(part)):
                 parts[number] = _read_table(Path(part), text_columns)
-    with _errors_in(path):
+    with errors_in(str(path)):
         options: dict[str, Any] = {"test": parts[1], "server": parts[2], "name": Path(path).stem} | others
         return FederatedData.from_dataframe(parts[0], client, label, level, **options)
 
@@ -89,7 +87,7 @@ def load_npz(path: str | Path, test: float | None = 0.2, server: float | None = 
     Raises:
         DataError: If the file or an array cannot be used.
     """
-    with _errors_in(path):
+    with errors_in(str(path)):
         arrays = _read_npz(Path(path))
         options: dict[str, Any] = {"test": test, "server": server, "name": Path(path).stem} | others
         for field, names in PARTS.items():
@@ -104,14 +102,11 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
     _check_file(path)
     known = {"level", *(name for part in PARTS.values() for name in part)}
     try:
-        names = array_names(path)
-        for name in sorted(set(names) - known):
-            raise DataError(f"the arrays must be among {', '.join(sorted(known))}, got {name!r}", "path", name)
-        arrays = read_npz(path)
-    except DataError:
-        raise
+        names, arrays = array_names(path), read_npz(path)
     except (OSError, ValueError) as error:
         raise DataError(f"it cannot be read as npz: {error}", "path", str(path)) from error
+    for name in sorted(set(names) - known):
+        raise DataError(f"the arrays must be among {', '.join(sorted(known))}, got {name!r}", "path", name)
     for part in PARTS.values():
         for name in part:
             if name not in arrays and (part == PARTS["train"] or arrays.keys() & set(part)):
@@ -126,12 +121,3 @@ def _check_file(path: Path) -> None:
         raise DataError(f"it cannot be read: {reason}", "path", str(path))
     if not path.stat().st_size:
         raise DataError("it is empty", "path", str(path))
-
-
-@contextmanager
-def _errors_in(path: str | Path) -> Iterator[None]:
-    """Let errors name the file."""
-    try:
-        yield
-    except FedHDPError as error:
-        raise DataError(f"{path}: {error}", error.field, error.value) from error

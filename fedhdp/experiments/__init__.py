@@ -1,4 +1,10 @@
-"""Experiments: values to run, the built-in ones by name, and the runner that writes results to a directory."""
+"""Experiments: values to run, the built-in ones by name, and the runner that writes results to a directory.
+
+the value      config.py (Experiment): components.py, file_data.py, bases.py, groups.py, variant.py, schedules.py
+its file       toml.py, errors.py, sweep.py, files.py (what it names), presets.py (the built-in ones)
+running it     runner.py: batch.py (variants in one simulation), start.py, extension.py, folder.py, distributed.py
+its price      costs.py, before anything is run; audit/, by attack
+"""
 
 from __future__ import annotations
 
@@ -7,9 +13,9 @@ from fedhdp.experiments.config import Experiment
 from fedhdp.experiments.extension import extend
 from fedhdp.experiments.folder import RunFolder
 from fedhdp.experiments.presets import EXPERIMENTS, plan_experiment
-from fedhdp.experiments.runner import read_experiment, resume, run, run_or_resume, with_seeds
+from fedhdp.experiments.runner import resume, run, run_or_resume, with_seeds
 from fedhdp.experiments.sweep import expand, with_options
-from fedhdp.experiments.toml import find, from_toml, to_toml
+from fedhdp.experiments.toml import find, from_toml, read_experiment, to_toml
 from fedhdp.experiments.variant import Variant
 
 __all__ = [

@@ -5,20 +5,20 @@ The matrix is made once and stored as ``basis.npy``; a resumed run reads it. The
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 import numpy as np
 
 from fedhdp.archives import read_npy
 from fedhdp.basis import Moments, cosine_basis, fingerprint, pca_basis, public_moments, random_basis, with_basis
-from fedhdp.errors import ConfigError, InvalidValueError, require
-from fedhdp.experiments.file_data import opted_out
+from fedhdp.errors import ConfigError, errors_of, require
+from fedhdp.experiments.files import PinnedFiles
+from fedhdp.experiments.groups import opted_out
 from fedhdp.metrics import replace_metrics
 from fedhdp.results.store import BASIS_FILE, DamagedRunError, atomic_write
 
@@ -97,11 +97,12 @@ class PcaBasis(_Basis, frozen=True, tag="pca"):
         return f"{columns}, exponent {self.exponent:g}, scale {self.scale:g}"
 
 
-class MatrixBasis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="matrix"):
+class MatrixBasis(PinnedFiles, frozen=True, tag_field="name", tag="matrix"):
     """A matrix of the user's, which must be public: an npy file of shape [inputs, columns]."""
 
+    table: ClassVar[str] = "model.basis."
+
     file: str  # relative to the experiment's file
-    sha256: str | None = None  # of the file; None: any
 
     @property
     def columns(self) -> int:
@@ -110,47 +111,23 @@ class MatrixBasis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 
     def make(self, data: FederatedData, opted_out: Collection[str]) -> np.ndarray:
         """The matrix."""
-        matrix = self._read()
-        inputs = int(np.prod(data.input_shape))
-        require(
-            len(matrix) == inputs, "model.basis.file", matrix.shape, f"a matrix with a row for each of {inputs} inputs"
-        )
+        matrix, inputs = self._read(), math.prod(data.input_shape)
+        require(len(matrix) == inputs, "file", matrix.shape, f"a matrix with a row for each of {inputs} inputs")
         return matrix.astype(np.float32)
 
     def about(self) -> str:
         """The basis in words, for tables."""
         return f"the matrix {Path(self.file).name}"
 
-    def resolve(self, directory: Path) -> MatrixBasis:
-        """The same file with a path that is relative to this directory made absolute."""
-        return msgspec.structs.replace(self, file=str(directory / self.file))
-
-    def pin(self) -> MatrixBasis:
-        """The same file with an absolute path and its checksum."""
-        resolved = self.resolve(Path.cwd())
-        return msgspec.structs.replace(resolved, sha256=hashlib.sha256(resolved._content()).hexdigest())
-
-    def _content(self) -> bytes:
-        try:
-            content = Path(self.file).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{self.file} cannot be read: {error.strerror}", "model.basis.file", self.file) from error
-        digest = hashlib.sha256(content).hexdigest()
-        if self.sha256 not in (None, digest):
-            message = f"{self.file} has changed: its sha256 is {digest}, and was {self.sha256}"
-            raise ConfigError(message, "model.basis.sha256", digest)
-        return content
-
     def _read(self) -> np.ndarray:
-        self._content()  # checks the checksum
+        self.checksum()
         try:
             matrix = read_npy(Path(self.file))
         except ValueError as error:
             message = f"model.basis.file must be an npy file, got {self.file}"
             raise ConfigError(message, "model.basis.file", self.file) from error
-        if matrix.ndim != 2 or matrix.dtype.kind not in "fiu" or not matrix.size:
-            message = f"model.basis.file must be a matrix of numbers, got {self.file}"
-            raise ConfigError(message, "model.basis.file", self.file)
+        is_matrix = matrix.ndim == 2 and matrix.dtype.kind in "fiu" and matrix.size > 0
+        require(is_matrix, "model.basis.file", self.file, "a matrix of numbers", ConfigError)
         return matrix
 
 
@@ -174,11 +151,8 @@ def load_basis(config: BasisConfig, directory: Path, data: FederatedData, opted_
     path = directory / BASIS_FILE
     if path.exists():
         return _read_stored(path)
-    try:
+    with errors_of("model.basis", ConfigError):
         basis = config.make(data, opted_out)
-    except InvalidValueError as error:
-        field = error.field if str(error.field).startswith("model.") else f"model.basis.{error.field}"
-        raise ConfigError(f"model.basis.{error}" if field != error.field else str(error), field, error.value) from error
     content = io.BytesIO()
     np.save(content, basis)
     atomic_write(path, content.getvalue())

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from fedhdp.experiments.config import Experiment
-from fedhdp.experiments.file_data import opted_out
+from fedhdp.experiments.groups import opted_out
 from fedhdp.experiments.start import StartCost
 from fedhdp.experiments.toml import without_none
 from fedhdp.experiments.variant import Variant
@@ -86,8 +86,8 @@ class VariantBatch:
         self.parts = [parts[number] for number in numbers]
         self.numbers = tuple(number + 1 for number in numbers)
         self.start_time = time.monotonic()
-        alone = simulation.processes == 1  # else the first round leaves a checkpoint: any process may die
-        self.checkpoint_time = self.start_time if alone else -math.inf
+        is_only_process = simulation.processes == 1  # else the first round leaves a checkpoint: any process may die
+        self.checkpoint_time = self.start_time if is_only_process else -math.inf
         self.checkpoint_pause = experiment.checkpoint_seconds
         self.stopped: str | None = None
         self.start_cost = start_cost
@@ -287,23 +287,30 @@ class VariantBatch:
         """Write each variant's model, scores and result."""
         rounds, seconds = self.simulation.round, self.seconds / len(self.variants)
         scores = self.simulation.client_scores()
-        results = []
-        public = self.simulation.data.public_levels
+        results, data = [], self.simulation.data
         experiment, columns = self.experiment, (self.variants, self.billings, self.simulation.schedules)
         for variant, billing, schedule, history in zip(*columns, self.simulation.histories, strict=True):
             costs_of = partial(billing.costs, rounds=rounds)
             targets = self.first_targets.get(variant.name) or experiment.epsilon_targets(variant)
             mechanism = mechanism_at(schedule, max(rounds - 1, 0))  # with all groups, also those that were dropped
             groups = account_groups(
-                mechanism, costs_of, experiment.delta_of, experiment.run_accountant, targets, public
+                mechanism, costs_of, experiment.delta_of, experiment.run_accountant, targets, data.public_levels
             )
-            result = VariantResult(variant.name, variant.algorithm, rounds, seconds, experiment.repeatable, groups)
-            result.metrics = self.simulation.metrics
-            result.stopped, result.preparation = self.stopped, self.simulation.data.preparation
-            result.server_has_client_data = self.simulation.data.server_has_client_data
-            result.notes = self.notes + self._start_notes(mechanism, costs_of)
-            if self.start_cost is not None:
-                result.start_covered = self.start_cost.covers(experiment, self.parts[0].path.parent)
+            start = self.start_cost
+            result = VariantResult(
+                name=variant.name,
+                algorithm=variant.algorithm,
+                rounds=rounds,
+                seconds=seconds,
+                repeatable=experiment.repeatable,
+                groups=groups,
+                metrics=self.simulation.metrics,
+                stopped=self.stopped,
+                preparation=data.preparation,
+                notes=self.notes + self._start_notes(mechanism, costs_of),
+                server_has_client_data=data.server_has_client_data,
+                start_covered=None if start is None else start.covers(experiment, self.parts[0].path.parent),
+            )
             results.append(attach_metrics(result, history))
         keep = self._keeps_checkpoint()
         if keep:

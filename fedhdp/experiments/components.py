@@ -1,17 +1,15 @@
 """The data and the model that an experiment names: built-in ones, and those of a user's Python file.
 
-The file has one or both of two functions: ``data(seed)`` returns a ``FederatedData``, ``model()`` a ``Model``. A run
-records the file's sha256; it is neither resumed nor repeated with a file that has changed.
+The file has one or both of two functions: ``data(seed)`` returns a ``FederatedData``, ``model()`` a ``Model``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import math
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -20,12 +18,14 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from fedhdp.data import FederatedData, hold_out
+from fedhdp.data import FederatedData
 from fedhdp.datasets import Split
+from fedhdp.devices import use_cpu_cores
 from fedhdp.errors import ConfigError, DataError, ModelError, require
 from fedhdp.experiments.bases import BasisConfig
-from fedhdp.experiments.file_data import ArraysData, TableData, opted_out
-from fedhdp.experiments.groups import skewed_clients, with_skewed_levels
+from fedhdp.experiments.file_data import ArraysData, TableData
+from fedhdp.experiments.files import PinnedFiles
+from fedhdp.experiments.groups import opted_out, skewed_clients, with_skewed_levels
 from fedhdp.memory import TRAINED_COPIES, require_memory
 from fedhdp.models import Model, cnn, linear, mlp
 from fedhdp.privacy.calibration import MechanismConfig
@@ -34,19 +34,10 @@ IMAGE_INPUTS = 784  # pixels of the built-in data's images
 Transform = Literal["none", "scattering"]
 
 
-class PythonFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A user's Python file, and its checksum when it was run."""
+class PythonFile(PinnedFiles, frozen=True, kw_only=True):
+    """A user's Python file."""
 
     file: str  # relative to the experiment's file
-    sha256: str | None = None  # None: any
-
-    def resolve(self, directory: Path) -> PythonFile:
-        """The same file with a path that is relative to this directory made absolute."""
-        return msgspec.structs.replace(self, file=str(directory / self.file))
-
-    def pin(self) -> PythonFile:
-        """The same file with an absolute path and its checksum."""
-        return msgspec.structs.replace(self.resolve(Path.cwd()), sha256=hashlib.sha256(self._read()).hexdigest())
 
     def call(self, function: str, *arguments: Any) -> Any:
         """Call one of the file's functions.
@@ -54,26 +45,15 @@ class PythonFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         Raises:
             ConfigError: If the file has changed, has no such function or fails; the message names the line.
         """
-        module = _module(self.file, self._read())
+        module = _module(self.file, self.checksum())
         if not callable(getattr(module, function, None)):
             raise ConfigError(f"{self.file} has no function {function}()", "file", self.file)
         with _errors_located(self.file):
             return getattr(module, function)(*arguments)
 
-    def _read(self) -> bytes:
-        try:
-            code = Path(self.file).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{self.file} cannot be read: {error.strerror}", "file", self.file) from error
-        digest = hashlib.sha256(code).hexdigest()
-        if self.sha256 not in (None, digest):
-            message = f"{self.file} has changed: its sha256 is {digest}, and was {self.sha256}"
-            raise ConfigError(message, "sha256", digest)
-        return code
-
 
 @lru_cache(maxsize=8)  # so that data and model of a file come from one module
-def _module(file: str, code: bytes) -> ModuleType:
+def _module(file: str, sha256: str) -> ModuleType:
     name, directory = f"fedhdp_user_{Path(file).stem}", str(Path(file).absolute().parent)
     spec = importlib.util.spec_from_loader(name, None, origin=file)
     assert spec is not None
@@ -83,7 +63,7 @@ def _module(file: str, code: bytes) -> ModuleType:
     if directory not in sys.path:
         sys.path.append(directory)  # so that the file can import its neighbours
     with _errors_located(file):
-        exec(compile(code, file, "exec"), module.__dict__)
+        exec(compile(Path(file).read_bytes(), file, "exec"), module.__dict__)
     return module
 
 
@@ -108,14 +88,6 @@ def _require_images(clients: int, samples: int, test_samples: int, others: int =
     require_memory(IMAGE_INPUTS * others, "server_test", others)
 
 
-def _transformed(data: FederatedData, transform: Transform) -> FederatedData:
-    if transform == "none":
-        return data
-    from fedhdp.experiments.scattering import scatter
-
-    return scatter(data)
-
-
 class HandwritingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="handwriting"):
     """The embedded handwriting."""
 
@@ -136,14 +108,13 @@ class HandwritingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         """Render the data; in the skewed split, the clients of the first group hold one digit."""
         from fedhdp.datasets import make_handwriting, tff_client_sizes
 
-        skewed = skewed_clients(mechanism, self.clients) if self.split == "skewed" else 0
+        skewed = skewed_clients(mechanism, self.clients, self.split)
         numbers = (self.clients, self.samples, self.test_samples, self.server_test)
         sizes, test_sizes = None, None
         if self.sizes == "tff":
             sizes, test_sizes = (size_K[: self.clients].tolist() for size_K in tff_client_sizes(self.classes, seed))
         data = make_handwriting(*numbers, self.split, self.classes, skewed, sizes, seed, test_sizes)
-        data = with_skewed_levels(data, mechanism, skewed, seed) if skewed else data
-        return hold_out(_transformed(data, self.transform), self.validation, seed)
+        return with_skewed_levels(data, mechanism, skewed, seed)
 
 
 class MnistConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="mnist"):
@@ -163,10 +134,9 @@ class MnistConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         """Read the data; in the skewed split, the clients of the first group hold a 7."""
         from fedhdp.datasets import load_mnist
 
-        skewed = skewed_clients(mechanism, self.clients) if self.split == "skewed" else 0
+        skewed = skewed_clients(mechanism, self.clients, self.split)
         data = load_mnist(self.split, self.clients, skewed, self.samples, self.test_samples, seed)
-        data = with_skewed_levels(data, mechanism, skewed, seed) if skewed else data
-        return hold_out(_transformed(data, self.transform), self.validation, seed)
+        return with_skewed_levels(data, mechanism, skewed, seed)
 
 
 class FemnistConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="femnist"):
@@ -181,7 +151,7 @@ class FemnistConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
         """Read the data."""
         from fedhdp.datasets import load_femnist
 
-        return hold_out(load_femnist(self.origin, self.classes, self.clients, seed), self.validation, seed)
+        return load_femnist(self.origin, self.classes, self.clients, seed)
 
 
 class PythonData(PythonFile, frozen=True, tag_field="name", tag="python"):
@@ -200,13 +170,12 @@ class PythonData(PythonFile, frozen=True, tag_field="name", tag="python"):
         if not isinstance(data, FederatedData):
             kind = type(data).__name__
             raise DataError(f"data() of {self.file} must return a FederatedData, got {kind}", "data", kind)
-        if self.clients not in (None, data.num_clients):
-            message = f"data.clients must be {data.num_clients}, as {self.file} has, got {self.clients}"
-            raise DataError(message, "data.clients", self.clients)
+        has_clients = self.clients in (None, data.num_clients)
+        require(has_clients, "data.clients", self.clients, f"{data.num_clients}, as {self.file} has", DataError)
         for level in sorted({*data.public_levels} - {*opted_out(mechanism)}):
             message = f"{self.file} takes statistics of clients with level {level!r}, who have not opted out of privacy"
             raise DataError(message, "public_levels", level)
-        return hold_out(data, self.validation, seed)
+        return data
 
 
 class MlpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="mlp"):
@@ -238,16 +207,11 @@ class CnnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
         require(1 <= self.kernel <= 999, "kernel", self.kernel, "between 1 and 999")
 
     def build(self, inputs: int, classes: int) -> Model:
-        """Build the model.
-
-        Raises:
-            ModelError: If the inputs are not those of square images.
-        """
+        """Build the model; a `ModelError` if the inputs are not those of square images."""
         side = math.isqrt(inputs)
         if side**2 != inputs:
-            raise ModelError(
-                f"model.name must not be 'cnn' where inputs are no square images, got {inputs}", "model.name", "cnn"
-            )
+            message = f"model.name must not be 'cnn' where inputs are no square images, got {inputs} numbers"
+            raise ModelError(message, "model.name", "cnn")
         return cnn(side, classes, self.kernel)
 
 
@@ -267,11 +231,7 @@ class PythonModel(PythonFile, frozen=True, tag_field="name", tag="python"):
     basis: BasisConfig | None = None  # its columns are the inputs of the file's model
 
     def build(self, inputs: int, classes: int) -> Model:
-        """Call the file's ``model()``.
-
-        Raises:
-            ModelError: If it returns no ``Model``.
-        """
+        """Call the file's ``model()``; a `ModelError` if it returns no ``Model``."""
         model = self.call("model")
         if not isinstance(model, Model):
             kind = type(model).__name__
@@ -298,3 +258,36 @@ def describe_data(data: DataConfig) -> str:
     if isinstance(data, TableData | ArraysData):
         shown = {"path": Path(data.path).name} | ({"client": data.client} if isinstance(data, TableData) else {})
     return f"{values['name']} ({', '.join(f'{name} {value}' for name, value in shown.items())})"
+
+
+def known_shape(data: DataConfig, model: ModelConfig) -> tuple[int, int] | None:
+    """The numbers of inputs and classes that a model is built for; None where the data must be loaded."""
+    if isinstance(data, HandwritingConfig | FemnistConfig | MnistConfig):
+        return IMAGE_INPUTS, int(getattr(data, "classes", 10))
+    return (0, 0) if isinstance(model, PythonModel) else None  # its file knows the shapes
+
+
+def count_parameters(data: DataConfig, model: ModelConfig, load: Callable[[], FederatedData]) -> int:
+    """Count the parameters of a model, without initializing it; data are loaded only if their shape is not known.
+
+    Args:
+        data: The data, which has the numbers of inputs and classes.
+        model: The model.
+        load: Loads the data.
+    """
+    import jax
+
+    use_cpu_cores()  # before anything below uses JAX
+    inputs, classes = known_shape(data, model) or _shape(load())
+    if getattr(data, "transform", "none") == "scattering":
+        from fedhdp.experiments.scattering import DIRECTIONS
+
+        inputs = DIRECTIONS
+    if (basis := getattr(model, "basis", None)) is not None:
+        inputs = basis.columns
+    shapes = jax.eval_shape(lambda: model.build(inputs, classes).init(jax.random.key(0)))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+def _shape(data: FederatedData) -> tuple[int, int]:
+    return math.prod(data.input_shape), data.classes

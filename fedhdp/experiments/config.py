@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from fedhdp.client import LocalTraining
 from fedhdp.clips import AdaptiveClip, LayerClip
-from fedhdp.data import FederatedData
+from fedhdp.data import FederatedData, hold_out
 from fedhdp.devices import use_cpu_cores
-from fedhdp.errors import ConfigError, DataError, InvalidValueError, require
+from fedhdp.errors import ConfigError, DataError, errors_of, require
 from fedhdp.experiments.bases import BasisConfig, MatrixBasis
 from fedhdp.experiments.components import (
     IMAGE_INPUTS,
@@ -23,14 +23,14 @@ from fedhdp.experiments.components import (
     MlpConfig,
     ModelConfig,
     PythonFile,
+    count_parameters,
     describe_data,
+    known_shape,
 )
 from fedhdp.experiments.errors import FieldNames, config_error
-from fedhdp.experiments.file_data import DataFiles
+from fedhdp.experiments.files import PinnedFiles, StartFrom, as_start
 from fedhdp.experiments.groups import group_counts, group_sizes, with_group_levels
-from fedhdp.experiments.start import StartFrom, as_start
 from fedhdp.experiments.variant import Variant
-from fedhdp.experiments.weights import count_parameters, has_known_shape
 from fedhdp.mechanism import Mechanism, ScheduledMechanism, mechanism_at
 from fedhdp.metrics import NAMES
 from fedhdp.optimizers import require_tables
@@ -153,14 +153,11 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             training, _ = self.overrides(number)
             has_personal = training.personalize or not self.keep_personal
             require(has_personal, "keep_personal", True, f"false, as {variant.name} does not personalize")
-            try:
+            with errors_of(f"variants[{number}]", ConfigError):
                 self.mechanism.with_epsilons(variant.epsilons)
                 mechanism = variant.mechanism(base, pricing)
                 for round in range(1 if isinstance(mechanism, Mechanism) else self.rounds):
                     training.check(mechanism_at(mechanism, round))
-            except InvalidValueError as error:
-                field = f"variants[{number}].{error.field}"
-                raise ConfigError(f"variants[{number}].{error}", field, error.value) from error
 
     def overrides(self, number: int) -> tuple[LocalTraining, ServerOptimizer]:
         """The training and the server optimizer of the variant with this number.
@@ -209,15 +206,19 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             FedHDPError: If the data cannot be loaded, or their levels are not those of the groups.
         """
         use_cpu_cores()  # before the data may use JAX
-        return with_group_levels(self.data.load(self.mechanism, self.seed), self.mechanism, self.seed)
+        data = self.data.load(self.mechanism, self.seed)
+        if getattr(self.data, "transform", "none") == "scattering":
+            from fedhdp.experiments.scattering import scatter
+
+            data = scatter(data)
+        return with_group_levels(hold_out(data, self.data.validation, self.seed), self.mechanism, self.seed)
 
     def load_if_needed(self) -> FederatedData | None:
         """Load the data where they alone know how many clients the groups have, or how many parameters the model has."""
         has_weights = all(group.weight is not None for group in self.mechanism.groups)
-        known = group_counts(self.mechanism, self._clients) is not None and (
-            has_weights or has_known_shape(self.data, self.model)
-        )
-        return None if known else self.load_data()
+        has_counts = group_counts(self.mechanism, self._clients) is not None
+        is_known = has_counts and (has_weights or known_shape(self.data, self.model) is not None)
+        return None if is_known else self.load_data()
 
     def build_mechanism(self, data: FederatedData | None = None) -> Mechanism:
         """The mechanism that the groups asked for: calibrated, with the theory's weights where they state none.
@@ -299,18 +300,17 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self._with_files(lambda files: files.pin(), Path.cwd())
 
     def _with_files(self, change: Callable[[Any], Any], directory: Path) -> Experiment:
-        ledger, loggers = self.ledger and str(directory / self.ledger), resolve_paths(self.loggers, directory)
-        parts = {"data": self.data, "model": self._model_with_files(change), "start_from": as_start(self.start_from)}
-        with_files = {
-            name: value for name, value in parts.items() if isinstance(value, PythonFile | DataFiles | StartFrom)
+        """The experiment with this change of all that names files; other paths are relative to a directory."""
+        model, basis = self.model, getattr(self.model, "basis", None)
+        if isinstance(basis, MatrixBasis):
+            model = replace(model, basis=change(basis))
+        parts = {"data": self.data, "model": model, "start_from": as_start(self.start_from)}
+        changed = {
+            name: change(value) if isinstance(value, PinnedFiles | StartFrom) else value
+            for name, value in parts.items()
         }
-        files = {"model": parts["model"]} | {name: change(value) for name, value in with_files.items()}
-        return msgspec.structs.replace(self, ledger=ledger, loggers=loggers, **files)
-
-    def _model_with_files(self, change: Callable[[Any], Any]) -> ModelConfig:
-        """The model, with this change of its basis if that is a file."""
-        basis = getattr(self.model, "basis", None)
-        return replace(self.model, basis=change(basis)) if isinstance(basis, MatrixBasis) else self.model
+        ledger, loggers = self.ledger and str(directory / self.ledger), resolve_paths(self.loggers, directory)
+        return replace(self, ledger=ledger, loggers=loggers, **changed)
 
 
 def _override(value: Any, changes: Mapping[str, Any], path: str) -> Any:

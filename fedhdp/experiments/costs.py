@@ -83,7 +83,7 @@ def _rounds_allowed(experiment: Experiment, mechanisms: Sequence[ScheduledMechan
         exists = Path(experiment.ledger).exists()
         ledger = stack.enter_context(Ledger(experiment.ledger, read_only=True)) if exists else None
         allowed = rounds_allowed(ledger, trainings, experiment.budgets, experiment.rounds)
-    return {experiment.variants[number].name: of for number, of in zip(first_of_training, allowed, strict=True)}
+    return {experiment.variants[number].name: rounds for number, rounds in zip(first_of_training, allowed, strict=True)}
 
 
 def _notes(experiment: Experiment, weights: Mapping[str, float], allowed: Mapping[str, Mapping[str, int]]) -> list[str]:

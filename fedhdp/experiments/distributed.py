@@ -14,6 +14,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,7 +109,8 @@ class Channel:
         # not np.ascontiguousarray, of which the shape () is (1,)
         arrays = {name: np.asarray(array, order="C") for name, array in (arrays or {}).items()}
         shapes = [(name, array.dtype.str, array.shape) for name, array in arrays.items()]
-        _client().key_value_set_bytes(self._key(), msgspec.msgpack.encode((call, arguments, shapes)))
+        content = msgspec.msgpack.encode((call, arguments, shapes), enc_hook=lambda array: array.tolist())
+        _client().key_value_set_bytes(self._key(), content)
         if self.count > KEPT_MESSAGES:
             _client().key_value_delete(f"fedhdp/{self.count - KEPT_MESSAGES}")
         for array in arrays.values():
@@ -154,34 +156,27 @@ def _broadcast(array: np.ndarray) -> np.ndarray:
     return np.concatenate(received).view(array.dtype).reshape(array.shape) if received else array
 
 
+CALLS = ("run_round", "client_scores", "evaluate", "named_parameters", "personal_models")  # that followers just make
+
+
+def _led(call: str) -> Callable[..., Any]:
+    """A method of the simulation that is sent to the other processes."""
+    function = getattr(Simulation, call)
+
+    @wraps(function)
+    def method(self: LeadingSimulation, *arguments: Any) -> Any:
+        with self._sent(call, arguments):
+            return function(self, *arguments)
+
+    return method
+
+
 class LeadingSimulation(Simulation):
     """The simulation of process 0: the others make its calls too."""
 
     _depth = 1  # of calls that have been sent; those within them are not
-
-    def run_round(self) -> None:
-        with self._sent("run_round"):
-            super().run_round()
-
-    def set_mechanisms(self, mechanisms: Sequence[Mechanism]) -> None:
-        with self._sent("set_mechanisms", (msgspec.msgpack.encode(tuple(mechanisms)),)):
-            super().set_mechanisms(mechanisms)
-
-    def client_scores(self) -> dict[str, np.ndarray]:
-        with self._sent("client_scores"):
-            return super().client_scores()
-
-    def evaluate(self) -> Any:
-        with self._sent("evaluate"):
-            return super().evaluate()
-
-    def named_parameters(self, number: int = 0) -> dict[str, np.ndarray]:
-        with self._sent("named_parameters", (number,)):
-            return super().named_parameters(number)
-
-    def personal_models(self, clients: np.ndarray | int, number: int = 0) -> np.ndarray:
-        with self._sent("personal_models", (np.atleast_1d(clients).tolist(), number)):
-            return super().personal_models(clients, number)
+    set_mechanisms = _led("set_mechanisms")
+    run_round, client_scores, evaluate, named_parameters, personal_models = map(_led, CALLS)
 
     def state_arrays(self) -> StateArrays:
         with self._sent("state_arrays"):
@@ -309,7 +304,7 @@ class Follower:
             return
         assert self.simulation is not None
         if call == "set_mechanisms":
-            self.simulation.set_mechanisms(msgspec.msgpack.decode(*arguments, type=tuple[Mechanism, ...]))
+            self.simulation.set_mechanisms(msgspec.convert(arguments[0], tuple[Mechanism, ...]))
         elif call == "state_arrays":
             self.parts = self.simulation.state_arrays()
         elif call == "state_part":
@@ -319,7 +314,7 @@ class Follower:
         elif call == "restore":
             self.simulation.restore(arrays)
         else:
-            assert call in ("run_round", "client_scores", "evaluate", "named_parameters", "personal_models")
+            assert call in CALLS
             getattr(self.simulation, call)(*arguments)
 
     def _simulate(

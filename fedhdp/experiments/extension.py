@@ -17,8 +17,8 @@ from fedhdp.data import FederatedData
 from fedhdp.errors import RunError, require
 from fedhdp.experiments.batch import Watch
 from fedhdp.experiments.config import Experiment
-from fedhdp.experiments.runner import read_experiment, run_variants
-from fedhdp.experiments.toml import to_toml
+from fedhdp.experiments.runner import run_variants
+from fedhdp.experiments.toml import read_experiment, to_toml
 from fedhdp.experiments.variant import Variant
 from fedhdp.mechanism import Mechanism, ScheduledMechanism, mechanism_at
 from fedhdp.privacy.accounting import compose, format_epsilon, is_accounting_installed, pluralize
@@ -94,7 +94,7 @@ def _check_checkpoints(experiment: Experiment, directory: RunDirectory, rounds: 
     for name, part in parts.items():
         if part.result() is not None and name not in kept:
             hint = "set keep_checkpoint = true before the run is started"
-            raise RunError(f"{part.path} has no checkpoint to go on from: {hint}", "keep_checkpoint", False)
+            raise RunError(f"{part.path} has no checkpoint to continue from: {hint}", "keep_checkpoint", False)
     completed = max((round for round, _ in checkpoints), default=0)
     if rounds < completed:
         raise RunError(
@@ -115,12 +115,12 @@ def _state_mechanism(
         replace(group_config, epsilon=None, noise_multiplier=group.noise_multiplier, weight=group.weight)
         for group_config, group in zip(config.groups, mechanism.groups, strict=True)
     )
-    chosen = replace(
+    as_fedhdp = replace(
         experiment, variants=tuple(replace(v, algorithm="fedhdp", options={}) for v in experiment.variants)
     )
     variants = tuple(
         _state_variant(variant, mechanism, mechanism_at(changed, 0))
-        for variant, changed in zip(experiment.variants, chosen.variant_mechanisms(mechanism, data), strict=True)
+        for variant, changed in zip(experiment.variants, as_fedhdp.variant_mechanisms(mechanism, data), strict=True)
     )
     extended = replace(experiment, rounds=rounds, mechanism=replace(config, groups=groups), variants=variants)
     same = extended.variant_mechanisms(extended.build_mechanism(data), data)
@@ -165,8 +165,10 @@ def _check_epsilons(
         epsilons = _epsilons(extended, mechanism)
         for name, target in targets.get(variant.name, {}).items():
             if epsilons.get(name, 0.0) > target and name not in budgets:
-                had = f"would have {format_epsilon(epsilons[name], 2)} with noise for {pluralize(first)}"
-                message = f"rounds = {extended.rounds}: {name} asked for epsilon {target:g} and {had} ({variant.name})"
+                spent = f"would have {format_epsilon(epsilons[name], 2)} with noise for {pluralize(first)}"
+                message = (
+                    f"rounds = {extended.rounds}: {name} asked for epsilon {target:g} and {spent} ({variant.name})"
+                )
                 raise RunError(f"{message}; --allow-more-epsilon accepts that", "rounds", extended.rounds)
 
 

@@ -6,8 +6,7 @@ import hashlib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +14,9 @@ from fedhdp.errors import RunError
 from fedhdp.experiments.batch import Watch
 from fedhdp.experiments.config import Experiment
 from fedhdp.experiments.extension import check_extension, extend
-from fedhdp.experiments.runner import read_experiment, resume, run, with_seeds
+from fedhdp.experiments.runner import resume, run, with_seeds
 from fedhdp.experiments.sweep import changes, expand
-from fedhdp.experiments.toml import to_toml
+from fedhdp.experiments.toml import read_experiment, to_toml
 from fedhdp.results import comparison
 from fedhdp.results.provenance import provenance
 from fedhdp.results.schema import Summary
@@ -29,8 +28,8 @@ from fedhdp.results.store import (
     SUMMARY_FILE,
     TABLE_FILE,
     DamagedRunError,
+    LockedDirectory,
     atomic_write,
-    lock_file,
     read_value,
     write_value,
 )
@@ -44,7 +43,7 @@ def needs_folder(experiment: Experiment, seeds: Sequence[int] | None) -> bool:
     return seeds is not None or len(expand(experiment)) > 1
 
 
-class RunFolder:
+class RunFolder(LockedDirectory):
     """Several runs in one directory, locked while it is open. The runs are paired where they draw the same cohorts.
 
     Args:
@@ -57,24 +56,16 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, experiment: Experiment, entries: Sequence[RunEntry]):
-        self.path, self.experiment, self.entries = path, experiment, list(entries)
+        self.experiment, self.entries = experiment, list(entries)
         self._experiments = expand(experiment)
         self._entropy = {entry.seed: process_entropy(4) for entry in entries}
         self._attempted: set[str] = set()
-        self._lock: IO[str] = open(path / LOCK_FILE, "w")  # noqa: SIM115 (closing it unlocks the directory)
-        try:
-            lock_file(self._lock)
-        except BlockingIOError as error:
-            self._lock.close()
-            raise RunError(f"{path} is being written by another process", "out", str(path)) from error
+        super().__init__(path)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._lock.close()
+    def __exit__(self, *error: object) -> None:
+        super().__exit__()
         files = {file.relative_to(self.path).as_posix() for file in self.path.rglob("*") if file.is_file()}
-        if kind is not None and files <= {EXPERIMENT_FILE, RUNS_FILE, LOCK_FILE}:  # no run could be started
+        if any(error) and files <= {EXPERIMENT_FILE, RUNS_FILE, LOCK_FILE}:  # no run could be started
             shutil.rmtree(self.path)
 
     @classmethod
@@ -137,9 +128,9 @@ class RunFolder:
         if (path / EXPERIMENT_FILE).exists():
             return resume(path, watch, self._cohort_entropy(entry))
         name = entry.path.removesuffix(f"seed-{entry.seed}").strip("/")
-        [experiment] = (
-            with_seeds(self._experiments[name], [entry.seed]) if _is_seed(entry) else [self._experiments[name]]
-        )
+        experiment = self._experiments[name]
+        if path.name == f"seed-{entry.seed}":
+            [experiment] = with_seeds(experiment, [entry.seed])
         return run(experiment, path, watch, self._cohort_entropy(entry))
 
     def check_extension(self, rounds: int, allow_more_epsilon: bool = False) -> None:
@@ -151,7 +142,9 @@ class RunFolder:
         for entry in self.entries:
             path = self.path / entry.path
             if not (path / EXPERIMENT_FILE).exists():
-                rule = f"{path} was not begun, and its noise would be another; resume {self.path} first"
+                rule = (
+                    f"{path} was not begun, so its noise would be calibrated for other rounds; resume {self.path} first"
+                )
                 raise RunError(f"rounds = {rounds}: {rule}", "rounds", rounds)
             check_extension(path, rounds, allow_more_epsilon)
 
@@ -167,27 +160,18 @@ class RunFolder:
 
     def write_tables(self) -> list[RepeatedRun]:
         """Write the combined table and the summary of the runs that are finished, and return these."""
-        runs = [RepeatedRun(_relative(run.label, self.path), run.runs) for run in read_runs([self.path])]
+        labelled = ((str(Path(run.label).relative_to(self.path)), run.runs) for run in read_runs([self.path]))
+        runs = [RepeatedRun(label, seeds) for label, seeds in labelled]
         header, rows = comparison.combined_cells(runs)
         lines = [*comparison.caption(runs, header), *comparison.notes(runs)]
         table = format_markdown(header, rows, lines, texts=min(2, len(runs)))
         atomic_write(self.path / TABLE_FILE, table.encode())
         numbers = comparison.mean_rows(runs)
         atomic_write(self.path / NUMBERS_FILE, comparison.format_csv(numbers).encode())
-        names = ("version", "commit", "modified")
-        write_value(
-            self.path / SUMMARY_FILE,
-            {
-                "experiment": self.experiment.name,
-                **dict(zip(names, provenance(), strict=True)),
-                "runs": [self._result(entry) for entry in self.entries if self._is_finished(entry)],
-                "means": [row._asdict() for row in numbers],
-            },
-        )
+        finished = [entry for entry in self.entries if (self.path / entry.path / SUMMARY_FILE).exists()]
+        results = {"runs": list(map(self._result, finished)), "means": [row._asdict() for row in numbers]}
+        write_value(self.path / SUMMARY_FILE, {"experiment": self.experiment.name, **provenance()._asdict(), **results})
         return runs
-
-    def _is_finished(self, entry: RunEntry) -> bool:
-        return (self.path / entry.path / SUMMARY_FILE).exists()
 
     def _result(self, entry: RunEntry) -> dict[str, Any]:
         variants = read_value(self.path / entry.path / SUMMARY_FILE, Summary).variants
@@ -203,11 +187,3 @@ def _entries(experiment: Experiment, seeds: Sequence[int] | None) -> list[RunEnt
         for seeded in with_seeds(experiment, seeds):
             entries.append(RunEntry(f"{name}/seed-{seeded.seed}".strip("/"), seeded.seed, point))
     return entries
-
-
-def _is_seed(entry: RunEntry) -> bool:
-    return Path(entry.path).name == f"seed-{entry.seed}"
-
-
-def _relative(label: str, path: Path) -> str:
-    return str(Path(label).relative_to(path))

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from fedhdp.data import FederatedData, LevelSize, level_counts
 from fedhdp.errors import ConfigError, DataError
 from fedhdp.privacy.calibration import MechanismConfig
+
+
+def opted_out(mechanism: MechanismConfig) -> list[str]:
+    """The groups whose clients asked for no privacy."""
+    return [group.name for group in mechanism.groups if group.epsilon == math.inf or group.noise_multiplier == 0]
 
 
 def group_counts(mechanism: MechanismConfig, clients: int | None, levels: np.ndarray | None = None) -> dict | None:
@@ -30,13 +37,15 @@ def group_counts(mechanism: MechanismConfig, clients: int | None, levels: np.nda
     return None if None in counts.values() else counts
 
 
-def skewed_clients(mechanism: MechanismConfig, clients: int) -> int:
-    """The number of clients of the first group, who hold one digit in the skewed split."""
-    return level_counts(group_sizes(mechanism), clients)[mechanism.groups[0].name]
+def skewed_clients(mechanism: MechanismConfig, clients: int, split: str) -> int:
+    """The number of clients who hold one digit: in the skewed split those of the first group."""
+    return level_counts(group_sizes(mechanism), clients)[mechanism.groups[0].name] if split == "skewed" else 0
 
 
 def with_skewed_levels(data: FederatedData, mechanism: MechanismConfig, skewed: int, seed: int) -> FederatedData:
     """The data whose first clients, who hold one digit, have the level of the first group; the others' are drawn."""
+    if skewed == 0:
+        return data
     (first, _), *others = level_counts(group_sizes(mechanism), data.num_clients).items()
     return data.draw_levels({first: data.ids[:skewed].tolist(), **dict(others)}, seed)
 
@@ -78,8 +87,8 @@ def _check_size(path: str, name: str, size: LevelSize | None, data: FederatedDat
         if size != len(members):
             raise DataError(f"{path}.clients is {size}, {has}", f"{path}.clients", size)
     elif size is not None:
-        different = sorted(set(size) ^ set(data.ids[members].tolist()))
-        if different:
-            kind = "is no client with" if different[0] in size else "is missing among those with"
-            message = f"{path}.clients: {different[0]!r} {kind} the level {name!r}, which the data says"
-            raise DataError(message, f"{path}.clients", different[0])
+        mismatches = sorted(set(size) ^ set(data.ids[members].tolist()))
+        if mismatches:
+            kind = "does not have" if mismatches[0] in size else "is missing, but has"
+            message = f"{path}.clients: {mismatches[0]!r} {kind} the level {name!r} in the data"
+            raise DataError(message, f"{path}.clients", mismatches[0])

@@ -64,29 +64,29 @@ def quickstart() -> Experiment:
 
 def skewed() -> Experiment:
     """As quickstart, but opted-out clients hold only the digit 7, so private updates matter more."""
-    weight = 0.1
-    return Experiment(
+    return replace(
+        quickstart(),
         name="skewed",
         about=skewed.__doc__ or "",
         rounds=300,
         data=HandwritingConfig(clients=2000, split="skewed"),
-        mechanism=_two_levels(weight),
-        variants=_comparison(weight),
-        training=PAPER_TRAINING,
+        mechanism=_two_levels(weight=0.1),
+        variants=_comparison(weight=0.1),
     )
 
 
 def by_writer() -> Experiment:
     """Clients are writers with all digits, at the noise of the paper's FMNIST, where personal models help."""
     weight = 0.025
-    return Experiment(
+    return replace(
+        quickstart(),
         name="by-writer",
         about=by_writer.__doc__ or "",
         rounds=300,
         data=HandwritingConfig(clients=2000, split="by_writer"),
         mechanism=_two_levels(weight, noise_multiplier=4.0, pull=0.05),
         variants=(*_comparison(weight), Variant("Local only", "local_only")),
-        training=LocalTraining(epochs=25, batch_size=20, learning_rate=0.1, decay=0.9, decay_every=50),
+        training=replace(PAPER_TRAINING, learning_rate=0.1),
     )
 
 
@@ -97,11 +97,11 @@ def three_levels() -> Experiment:
         GroupConfig("relaxed", 900, sampling_rate=0.05, noise_multiplier=0.75, weight=0.02, pull=SMALL_PULL),
         GroupConfig("strict", 1000, sampling_rate=0.05, noise_multiplier=3.0, weight=0.005, pull=SMALL_PULL),
     )
-    return Experiment(
+    return replace(
+        quickstart(),
         name="three-levels",
         about=three_levels.__doc__ or "",
         rounds=300,
-        data=HandwritingConfig(clients=2000, split="one_digit"),
         mechanism=MechanismConfig(groups, AdaptiveClip(initial=0.5)),
         variants=(
             *BASELINES,
@@ -109,7 +109,6 @@ def three_levels() -> Experiment:
             Variant("FedHDP, noise per group", "fedhdp", noise="per_group"),
             Variant("FedHDP, r=0", "fedhdp", weights={"relaxed": 0.0, "strict": 0.0}),
         ),
-        training=PAPER_TRAINING,
     )
 
 
@@ -185,9 +184,5 @@ def _with_suggestion(experiment: Experiment, suggested: SuggestedTraining) -> Ex
 
 
 EXPERIMENTS: dict[str, Callable[[], Experiment]] = {
-    "quickstart": quickstart,
-    "skewed": skewed,
-    "by-writer": by_writer,
-    "three-levels": three_levels,
-    "letters": letters,
+    preset.__name__.replace("_", "-"): preset for preset in (quickstart, skewed, by_writer, three_levels, letters)
 }

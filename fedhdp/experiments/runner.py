@@ -16,17 +16,18 @@ from fedhdp.experiments.bases import build_model
 from fedhdp.experiments.batch import Interrupted, Progress, VariantBatch, Watch
 from fedhdp.experiments.config import Experiment
 from fedhdp.experiments.distributed import make_simulation
+from fedhdp.experiments.files import read_result
 from fedhdp.experiments.start import copy_start, read_start
 from fedhdp.experiments.sweep import expand
-from fedhdp.experiments.toml import from_toml, to_toml
-from fedhdp.mechanism import Mechanism, ScheduledMechanism, mechanism_at
+from fedhdp.experiments.toml import read_experiment, to_toml
+from fedhdp.mechanism import Mechanism, PrivacyGroup, ScheduledMechanism, mechanism_at
 from fedhdp.models import Model, parameter_bytes, parameter_sizes, unname_parameters
-from fedhdp.privacy.costs import privacy_costs
+from fedhdp.privacy.costs import PrivacyCost, privacy_costs
 from fedhdp.privacy.ledger import Ledger
 from fedhdp.results.loggers import check_installed
 from fedhdp.results.provenance import provenance
 from fedhdp.results.schema import Summary
-from fedhdp.results.store import EXPERIMENT_FILE, SUMMARY_FILE, DamagedRunError, RunDirectory, read_value, write_value
+from fedhdp.results.store import EXPERIMENT_FILE, SUMMARY_FILE, RunDirectory, read_value, write_value
 from fedhdp.rng import process_entropy
 from fedhdp.server import make_layers
 from fedhdp.simulation import personal_bytes_limit
@@ -79,32 +80,17 @@ def resume(out: Path, watch: Watch, cohort_entropy: np.ndarray | None = None) ->
         return run_variants(experiment, experiment.build_mechanism(data), directory, watch, cohort_entropy, data)
 
 
-def run_or_resume(experiment: Experiment, out: Path, watch: Watch, cohort_entropy: np.ndarray | None = None) -> Summary:
+def run_or_resume(experiment: Experiment, out: Path, watch: Watch) -> Summary:
     """Run an experiment into a directory, or resume it there.
 
     Raises:
         RunError: If the directory has the run of another experiment, and what `run` and `resume` raise.
     """
     if not (out / EXPERIMENT_FILE).exists():
-        return run(experiment, out, watch, cohort_entropy)
+        return run(experiment, out, watch)
     if read_experiment(out) != experiment.pin():
         raise RunError(f"{out} has the run of another experiment; name another --out", "out", str(out))
-    return resume(out, watch, cohort_entropy)
-
-
-def read_experiment(out: Path) -> Experiment:
-    """Read the experiment of a run's directory.
-
-    Raises:
-        DamagedRunError: If it is missing, damaged or that of a deployment.
-    """
-    path = out / EXPERIMENT_FILE
-    try:
-        return from_toml(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, ValueError) as error:
-        hint = "a deployment resumes when its ServerApp is submitted again with this directory"
-        message = f"{path} is no experiment that can be simulated, or damaged; {hint} ({error})"
-        raise DamagedRunError(message) from error
+    return resume(out, watch)
 
 
 def with_seeds(experiment: Experiment, seeds: Iterable[int]) -> list[Experiment]:
@@ -130,47 +116,59 @@ def run_variants(
 ) -> Summary:
     """Run the variants of a directory that are not finished, and write the summary; the arguments are those of `run`."""
     parts = [directory.variant(variant.name) for variant in experiment.variants]
-    results = [part.result() for part in parts]
     if experiment.ledger is not None and not Path(experiment.ledger).exists() and any(part.started for part in parts):
-        message = f"{experiment.ledger} is gone: a run cannot resume without the ledger that charged it"
+        message = f"{experiment.ledger} is missing: a run cannot resume without the ledger that charged it"
         raise RunError(message, "ledger", experiment.ledger)
-    if None in results:
+    unfinished = [number for number, part in enumerate(parts) if part.result() is None]
+    if unfinished:
         check_installed(experiment.loggers)
-        first = results.index(None)
-        progress = Progress((experiment.variants[first].name,), (first + 1,), len(parts), 0, experiment.rounds)
-        if not watch(progress):
+        first = unfinished[0]
+        names = (experiment.variants[first].name,)
+        if not watch(Progress(names, (first + 1,), len(parts), 0, experiment.rounds)):
             raise Interrupted
         use_cpu_cores()  # before anything below uses JAX
         data = experiment.load_data() if data is None else data
-        model, data = build_model(experiment, data, directory.path)
-        initial_model, start_cost = None, None
-        if experiment.start_from is not None:
-            arrays, start_cost = read_start(directory.path)
-            initial_model = unname_parameters(model, arrays, "start_from")
-        mechanisms = experiment.variant_mechanisms(mechanism, data)
-        _check_layers(mechanisms, model)
-        private = any(not group.opted_out for variant in mechanisms for group in mechanism_at(variant, 0).groups)
-        if not private or experiment.ledger is not None:
-            cohort_entropy = None
-        elif cohort_entropy is None:  # all variants are paired
-            cohort_entropy = process_entropy(4)
-        with _open_ledger(experiment, mechanism, mechanisms, data.public_levels) as ledger:
-            for numbers in _batches(experiment, mechanisms, model):
-                if all(results[number] is not None for number in numbers):
-                    continue
-                batch_mechanisms = [mechanisms[number] for number in numbers]
-                start = (batch_mechanisms, parts[numbers[0]].path, cohort_entropy, initial_model)
-                simulation = make_simulation(experiment, numbers, data, model, *start)
-                directory.record_clients(simulation.group_of_client())
-                directory.write_checksums(running=[experiment.variants[number].name for number in numbers])
-                batch = VariantBatch(experiment, numbers, simulation, parts, watch, directory.extensions, start_cost)
-                for number, result in zip(numbers, batch.run(directory.id, ledger), strict=True):
-                    results[number] = result
-    variants = [result for result in results if result is not None]
-    summary = Summary(experiment.name, sum(result.seconds for result in variants), variants, *provenance())
+        _run_batches(experiment, mechanism, directory, watch, cohort_entropy, data)
+    results = [read_result(part.path) for part in parts]
+    summary = Summary(experiment.name, sum(result.seconds for result in results), results, *provenance())
     write_value(directory.path / SUMMARY_FILE, summary)
     directory.write_checksums()
     return summary
+
+
+def _run_batches(
+    experiment: Experiment,
+    mechanism: Mechanism,
+    directory: RunDirectory,
+    watch: Watch,
+    cohort_entropy: np.ndarray | None,
+    data: FederatedData,
+) -> None:
+    """Run the variants that are not finished, in as few simulations as possible."""
+    parts = [directory.variant(variant.name) for variant in experiment.variants]
+    model, data = build_model(experiment, data, directory.path)
+    initial_model, start_cost = None, None
+    if experiment.start_from is not None:
+        arrays, start_cost = read_start(directory.path)
+        initial_model = unname_parameters(model, arrays, "start_from")
+    mechanisms = experiment.variant_mechanisms(mechanism, data)
+    _check_layers(mechanisms, model)
+    private = any(not group.opted_out for variant in mechanisms for group in mechanism_at(variant, 0).groups)
+    if not private or experiment.ledger is not None:
+        cohort_entropy = None
+    elif cohort_entropy is None:  # all variants are paired
+        cohort_entropy = process_entropy(4)
+    with _open_ledger(experiment, mechanism, mechanisms, data.public_levels) as ledger:
+        for numbers in _batches(experiment, mechanisms, model):
+            if all(parts[number].result() is not None for number in numbers):
+                continue
+            batch_mechanisms = [mechanisms[number] for number in numbers]
+            start = (batch_mechanisms, parts[numbers[0]].path, cohort_entropy, initial_model)
+            simulation = make_simulation(experiment, numbers, data, model, *start)
+            directory.record_clients(simulation.group_of_client())
+            directory.write_checksums(running=[experiment.variants[number].name for number in numbers])
+            batch = VariantBatch(experiment, numbers, simulation, parts, watch, directory.extensions, start_cost)
+            batch.run(directory.id, ledger)
 
 
 def _check_layers(mechanisms: Sequence[ScheduledMechanism], model: Model) -> None:
@@ -213,6 +211,17 @@ def _cohort_distributions(schedule: ScheduledMechanism, rounds: int) -> tuple[ob
     return tuple(changes) if len(changes) > 1 else (changes[0][1],)
 
 
+def _ledger_fault(group: PrivacyGroup, cost: PrivacyCost, has_public_statistics: bool) -> str:
+    """Why a ledger cannot record what a variant costs a group; empty where it can."""
+    if not group.opted_out and cost.noise_multiplier == 0 and cost.sampling_rate > 0:
+        return f"gives {group.name!r} no noise, so that the ledger would record an infinite epsilon"
+    if has_public_statistics and (cost.noise_multiplier > 0 or cost.free):
+        action = f"gives {group.name!r} noise" if cost.sampling_rate > 0 else f"never samples {group.name!r}"
+        claim = "so that the ledger would state an epsilon that they do not have"
+        return f"{action}, though statistics of its clients prepare the inputs, {claim}"
+    return ""
+
+
 @contextmanager
 def _open_ledger(
     experiment: Experiment,
@@ -229,24 +238,13 @@ def _open_ledger(
     if experiment.ledger is None:
         yield None
         return
-    for variant, variant_mechanism in zip(experiment.variants, mechanisms, strict=True):
-        costs = privacy_costs(
-            mechanism_at(variant_mechanism, 0)
-        )  # schedules change weights, never whether there is noise
-        for group, cost in zip(mechanism.groups, costs.values(), strict=True):
-            if not group.opted_out and cost.noise_multiplier == 0 and cost.sampling_rate > 0:
-                message = (
-                    f"{variant.name} gives {group.name!r} no noise, which {experiment.ledger} would charge for good"
-                )
-                raise ConfigError(f"{message}: remove the variant, or the ledger", "variants", variant.name)
-            if group.name in public_levels and (cost.noise_multiplier > 0 or cost.free):
-                what = f"gives {group.name!r} noise" if cost.sampling_rate > 0 else f"never samples {group.name!r}"
-                message = f"{variant.name} {what}, though statistics of its clients prepare the inputs"
-                rule = f"{experiment.ledger} would state an epsilon that they do not have"
-                raise ConfigError(
-                    f"{message}, so that {rule}: remove the variant, or the ledger", "variants", variant.name
-                )
-    samplings = sorted({mechanism_at(variant_mechanism, 0).sampling for variant_mechanism in mechanisms})
+    first_mechanisms = [mechanism_at(schedule, 0) for schedule in mechanisms]  # later ones have other weights alone
+    for variant, changed in zip(experiment.variants, first_mechanisms, strict=True):
+        for group, cost in zip(mechanism.groups, privacy_costs(changed).values(), strict=True):
+            if fault := _ledger_fault(group, cost, group.name in public_levels):
+                message = f"{variant.name} {fault}: remove the variant, or the ledger {experiment.ledger}"
+                raise ConfigError(message, "variants", variant.name)
+    samplings = sorted({changed.sampling for changed in first_mechanisms})
     if len(samplings) > 1:
         message = f"variants sample in several ways ({', '.join(samplings)}), which one ledger cannot add up"
         raise ConfigError(f"{message}: run them separately", "sampling", samplings)

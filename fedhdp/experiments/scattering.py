@@ -63,21 +63,21 @@ def features(x_N: np.ndarray, input_scale: float | None) -> np.ndarray:
 @lru_cache(maxsize=1)
 def _basis() -> np.ndarray:
     """The directions of the embedded handwriting, such that features on them are about as long as images."""
-    drawn = make_handwriting(500, split="by_writer", server_test=10)
-    assert isinstance(drawn.train, Examples)
-    x_NF = features(drawn.train.x_N, drawn.input_scale)
-    images_NF = np.asarray(drawn.train.x_N, np.float32).reshape(len(x_NF), -1) * np.float32(drawn.input_scale or 1.0)
-    longer = math.sqrt(float((images_NF**2).sum()) / float((x_NF**2).sum()))
-    return pca_basis(second_moments(x_NF), DIRECTIONS) * np.float32(longer)
+    data = make_handwriting(500, split="by_writer", server_test=10)
+    assert isinstance(data.train, Examples)
+    x_NF = features(data.train.x_N, data.input_scale)
+    images_NF = np.asarray(data.train.x_N, np.float32).reshape(len(x_NF), -1) * np.float32(data.input_scale or 1.0)
+    length_ratio = math.sqrt(float((images_NF**2).sum()) / float((x_NF**2).sum()))
+    return pca_basis(second_moments(x_NF), DIRECTIONS) * np.float32(length_ratio)
 
 
-def wavelets(width: int = 7, angles: int = 8) -> np.ndarray:
-    """Morlet wavelets of two scales: complex, of mean 0, of shape [C, width, width]."""
-    y, x = np.mgrid[:width, :width] - width // 2
+def wavelets() -> np.ndarray:
+    """Morlet wavelets of two scales and eight angles: complex, of mean 0, of shape [C, 7, 7]."""
+    y, x = np.mgrid[:7, :7] - 3
     filters = []
     for sigma, frequency in ((0.8, 3 * math.pi / 4), (1.6, 3 * math.pi / 8)):
         envelope = np.exp(-(x**2 + y**2) / (2 * sigma**2))
-        for angle in np.arange(angles) * math.pi / angles:
+        for angle in np.arange(8) * math.pi / 8:
             wave = np.exp(1j * frequency * (x * math.cos(angle) + y * math.sin(angle)))
             wave = envelope * (wave - (envelope * wave).sum() / envelope.sum())
             filters.append(wave / np.abs(wave).sum())

@@ -32,11 +32,7 @@ class WeightSchedule(msgspec.Struct, frozen=True):
     algorithm: str
 
     def __call__(self, round: int) -> Mechanism:
-        """The mechanism of a round.
-
-        Raises:
-            InvalidValueError: If a weight is out of range.
-        """
+        """The mechanism of a round; an `InvalidValueError` if a weight is out of range."""
         weights = {name: weight_at(schedule, round, f"weights.{name}") for name, schedule in self.weights}
         groups = (replace(group, weight=weights.get(group.name, group.weight)) for group in self.mechanism.groups)
         mechanism: Mechanism = ALGORITHMS[self.algorithm](replace(self.mechanism, groups=tuple(groups)))
@@ -61,11 +57,7 @@ def as_weight(value: Any, field: str) -> float | ScheduleConfig:
 
 
 def weight_at(weight: float | ScheduleConfig, round: int, field: str) -> float:
-    """The weight of a round, the first round being 0.
-
-    Raises:
-        InvalidValueError: If it is out of range.
-    """
+    """The weight of a round, the first round being 0; an `InvalidValueError` if it is out of range."""
     if not isinstance(weight, ScheduleConfig):
         return weight
     value = float(_block(weight, round // BLOCK)[round % BLOCK])

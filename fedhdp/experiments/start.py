@@ -10,7 +10,6 @@ import hashlib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -18,7 +17,10 @@ from msgspec.structs import replace
 
 from fedhdp.errors import ConfigError, FedHDPError, RunError
 from fedhdp.experiments.bases import is_same_basis
-from fedhdp.experiments.file_data import opted_out
+from fedhdp.experiments.config import Experiment
+from fedhdp.experiments.files import StartFrom, as_start, read_result
+from fedhdp.experiments.groups import opted_out
+from fedhdp.experiments.toml import read_experiment
 from fedhdp.privacy.accounting import LEDGER_ACCOUNTANT, compose, format_epsilon, is_accounting_installed
 from fedhdp.privacy.costs import PrivacyCost, merge_costs, scheduled_costs
 from fedhdp.results.disclosure import groups_with_noise, is_covered
@@ -28,10 +30,8 @@ from fedhdp.results.store import (
     BASIS_FILE,
     CLIENTS_FILE,
     EXPERIMENT_FILE,
-    MODEL_FILE,
     START_FILE,
     START_MODEL_FILE,
-    VariantDirectory,
     atomic_write,
     read_arrays,
     read_value,
@@ -39,50 +39,7 @@ from fedhdp.results.store import (
     write_value,
 )
 
-if TYPE_CHECKING:
-    from fedhdp.experiments.config import Experiment
-
 Costs = dict[str, list[PrivacyCost]]
-
-
-class StartFrom(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run whose global model another run begins with.
-
-    Args:
-        run: Its directory, relative to the experiment's file.
-        variant: The variant's name. None: the only one.
-        sha256: The checksum of its ``model.npz`` when it was run. None: any.
-    """
-
-    run: str
-    variant: str | None = None
-    sha256: str | None = None
-
-    def resolve(self, directory: Path) -> StartFrom:
-        """The same run with an absolute path."""
-        return replace(self, run=str(directory / self.run))
-
-    def pin(self) -> StartFrom:
-        """The same run with an absolute path, the variant's name and the model's checksum.
-
-        Raises:
-            ConfigError: If there is no such run or variant, or the model has changed.
-        """
-        start = self.resolve(Path.cwd())
-        try:
-            path = find_variant(start.run, start.variant)
-        except RunError as error:
-            raise ConfigError(f"start_from: {error}", "start_from", self.run) from error
-        digest = hashlib.sha256((path / MODEL_FILE).read_bytes()).hexdigest()
-        if self.sha256 not in (None, digest):
-            message = f"start_from: {path / MODEL_FILE} has changed: its sha256 is {digest}, not {self.sha256}"
-            raise ConfigError(message, "start_from.sha256", digest)
-        return replace(start, variant=_result(path).name, sha256=digest)
-
-
-def as_start(value: str | StartFrom | None) -> StartFrom | None:
-    """A run's directory as a value with its fields."""
-    return StartFrom(value) if isinstance(value, str) else value
 
 
 class StartCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,8 +87,8 @@ class StartCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """What a table says of a run in this directory with these costs."""
         spent = ", ".join(f"ε {name} = {_text(epsilon)}" for name, epsilon in self.epsilons.items())
         bases = f" ({'; '.join(f'{name}: {basis}' for name, basis in self.bases.items())})" if self.bases else ""
-        alone = f" in its own rounds, after those of {self.earlier}" if self.earlier else ""
-        notes = [f"began with the global model of {self.run} ({self.variant}), which had cost {spent}{alone}{bases}"]
+        scope = f" in its own rounds, after those of {self.earlier}" if self.earlier else ""
+        notes = [f"began with the global model of {self.run} ({self.variant}), which had cost {spent}{scope}{bases}"]
         if self.repeatable:
             notes.append(f"{self.run} was repeatable, and therefore not private: these epsilons are as if it were not")
         obstacle = self.obstacle
@@ -141,13 +98,13 @@ class StartCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return [*notes, f"the epsilons of this table are of this run alone, not composed with those: {obstacle}"]
         if not is_accounting_installed():
             return notes
-        together = []
+        totals = []
         for name, before in self.costs.items():
             delta = experiment.delta_of(name)
             total = compose([*before, *costs[name]], delta, LEDGER_ACCOUNTANT)  # chosen after the other's end
-            together.append(f"ε {name} = {_text(total)} at delta {delta:g}")
+            totals.append(f"ε {name} = {_text(total)} at delta {delta:g}")
         runs = f"{'all' if self.earlier else 'both'} together, by {LEDGER_ACCOUNTANT.upper()}"
-        return [*notes, f"{runs}: {', '.join(together)}; the table's epsilons are of this run alone"]
+        return [*notes, f"{runs}: {', '.join(totals)}; the table's epsilons are of this run alone"]
 
 
 def clients_checksum(directory: Path) -> str | None:
@@ -170,13 +127,7 @@ def copy_start(experiment: Experiment, directory: Path) -> None:
 
 
 def _copy_basis(experiment: Experiment, run: Path, directory: Path) -> None:
-    """Copy the public basis that a model was trained on: on another one its parameters mean something else.
-
-    Raises:
-        ConfigError: If the experiment has another basis, or none.
-    """
-    from fedhdp.experiments.runner import read_experiment
-
+    """Copy the public basis that a model was trained on: on another one its parameters mean something else."""
     basis, path = getattr(experiment.model, "basis", None), run / BASIS_FILE
     trained = getattr(read_experiment(run).model, "basis", None) if path.exists() else None
     if not is_same_basis(basis, trained):
@@ -192,38 +143,33 @@ def read_start(directory: Path) -> tuple[dict[str, np.ndarray], StartCost]:
     return read_arrays(directory / START_MODEL_FILE), read_value(directory / START_FILE, StartCost)
 
 
-def _result(path: Path) -> VariantResult:
-    result = VariantDirectory(path).result()
-    assert result is not None  # `find_variant` has checked it
-    return result
-
-
 def _start_cost(experiment: Experiment, start: StartFrom) -> StartCost:
     assert start.variant is not None
     assert start.sha256 is not None
-    result = _result(find_variant(start.run, start.variant))
+    run, result = Path(start.run), read_result(find_variant(start.run, start.variant))
     epsilons = {group.name: group.epsilon for group in result.groups}
     bases = {group.name: group.epsilon_basis for group in result.groups if group.epsilon_basis is not None}
-    cost = StartCost(start.run, start.variant, start.sha256, epsilons, bases, repeatable=result.repeatable)
-    raw = tomllib.loads((Path(start.run) / EXPERIMENT_FILE).read_text(encoding="utf-8"))
     unprotected = {group.name for group in result.groups if group.unprotected and group.rounds}
-    if (Path(start.run) / START_FILE).exists():
-        earlier = read_value(Path(start.run) / START_FILE, StartCost)
-        cost, unprotected = replace(cost, earlier=earlier.run), unprotected | set(earlier.unprotected)
-    covered = is_covered(result, groups_with_noise(raw))
-    cost = replace(cost, covered=covered, unprotected=sorted(unprotected))
+    earlier = read_value(run / START_FILE, StartCost) if (run / START_FILE).exists() else None
+    raw = tomllib.loads((run / EXPERIMENT_FILE).read_text(encoding="utf-8"))
+    cost = StartCost(
+        start.run,
+        start.variant,
+        start.sha256,
+        epsilons,
+        bases,
+        repeatable=result.repeatable,
+        earlier=None if earlier is None else earlier.run,
+        covered=is_covered(result, groups_with_noise(raw)),
+        unprotected=sorted(unprotected | set(earlier.unprotected if earlier else ())),
+    )
     try:
-        cost = replace(cost, same_population=_has_population(start, experiment.population))
-        costs = _costs(experiment, start, result)
-        return replace(cost, costs=costs, clients_sha256=clients_checksum(Path(start.run)))
+        previous = read_experiment(run)
+        cost = replace(cost, same_population=previous.population == experiment.population)
+        costs = _costs(experiment, previous, result, earlier)
+        return replace(cost, costs=costs, clients_sha256=clients_checksum(run))
     except FedHDPError as error:
         return replace(cost, obstacle=str(error))
-
-
-def _has_population(start: StartFrom, population: str) -> bool:
-    from fedhdp.experiments.runner import read_experiment
-
-    return read_experiment(Path(start.run)).population == population
 
 
 def _with_extra(costs: Sequence[PrivacyCost], rounds: int) -> list[PrivacyCost]:
@@ -233,17 +179,10 @@ def _with_extra(costs: Sequence[PrivacyCost], rounds: int) -> list[PrivacyCost]:
     return list(merge_costs([*costs, extra]))
 
 
-def _costs(experiment: Experiment, start: StartFrom, result: VariantResult) -> Costs:
-    """The rounds of the run that made a model, and of those before it, by group.
-
-    Raises:
-        FedHDPError: If they cannot be composed with those of the experiment; the message says why.
-    """
-    from fedhdp.experiments.runner import read_experiment
-
+def _costs(experiment: Experiment, previous: Experiment, result: VariantResult, earlier: StartCost | None) -> Costs:
+    """The rounds of the run that made a model, and of those before it; an error says why they cannot be composed."""
     if result.repeatable and not experiment.repeatable:
         raise RunError("the earlier run's noise came from a seed, so that it is not private")
-    previous = read_experiment(Path(start.run))
     if previous.population != experiment.population:
         raise RunError(f"the populations differ ({previous.population}; {experiment.population})")
     groups, others = ([group.name for group in value.mechanism.groups] for value in (experiment, previous))
@@ -252,20 +191,20 @@ def _costs(experiment: Experiment, start: StartFrom, result: VariantResult) -> C
     if result.stopped is not None or any(0 < group.rounds < result.rounds for group in result.groups):
         raise RunError("a budget changed the mechanism of the earlier run")
     [variant] = [value for value in previous.variants if value.name == result.name]
-    only = replace(previous, variants=(variant,))
-    data = only.load_if_needed()
-    [mechanism] = only.variant_mechanisms(only.build_mechanism(data), data)
+    previous = replace(previous, variants=(variant,))
+    data = previous.load_if_needed()
+    [mechanism] = previous.variant_mechanisms(previous.build_mechanism(data), data)
     extra = max(group.rounds for group in result.groups) - result.rounds  # that were run again after a crash
-    costs = {name: _with_extra(of, extra) for name, of in scheduled_costs(mechanism, result.rounds).items()}
+    scheduled = scheduled_costs(mechanism, result.rounds)
+    costs = {name: _with_extra(group_costs, extra) for name, group_costs in scheduled.items()}
     for group in result.groups:
         if group.unprotected:  # also where statistics of its clients prepared the inputs, whatever its rounds cost
             costs[group.name] = [cost._replace(noise_multiplier=0.0) for cost in costs[group.name]]
-    samplings = {experiment.mechanism.sampling, *(cost.sampling for of in costs.values() for cost in of)}
+    samplings = {experiment.mechanism.sampling, *(cost.sampling for of_group in costs.values() for cost in of_group)}
     if len(samplings) > 1:
         raise RunError(f"the runs sample in several ways ({', '.join(sorted(samplings))})")
-    if (Path(start.run) / START_FILE).exists():
-        earlier = read_value(Path(start.run) / START_FILE, StartCost)
-        if earlier.costs is None:
-            raise RunError(f"the earlier run is not composed with its own: {earlier.obstacle}")
-        costs = {name: [*earlier.costs[name], *of] for name, of in costs.items()}
-    return costs
+    if earlier is None:
+        return costs
+    if earlier.costs is None:
+        raise RunError(f"the earlier run is not composed with the run that it began with: {earlier.obstacle}")
+    return {name: [*earlier.costs[name], *group_costs] for name, group_costs in costs.items()}

@@ -139,11 +139,7 @@ def _points(lists: Mapping[str, list[Any]], keys: Sequence[str]) -> list[Point]:
 
 
 def _changed(experiment: Experiment, point: Point) -> Experiment:
-    """The experiment with other values.
-
-    Raises:
-        ConfigError: If a key does not exist, or a value is out of range.
-    """
+    """The experiment with other values; a `ConfigError` if a key does not exist, or a value is out of range."""
     raw = msgspec.to_builtins(experiment)
     for key, value in point.items():
         _change(raw, key, value)
@@ -227,7 +223,7 @@ def _with_variants(experiment: Experiment, lists: Mapping[str, list[Any]], keys:
 def _vary(experiment: Experiment, variant: Variant, point: Point) -> Variant:
     """The variant at a point. What the variant itself changes in the experiment stays as it is."""
     base, raw = msgspec.to_builtins(experiment), msgspec.to_builtins(variant)
-    own = copy.deepcopy(raw)
+    stated = copy.deepcopy(raw)
     for key, value in point.items():
         table, _, rest = key.partition(".")
         if table == "variants":
@@ -236,15 +232,15 @@ def _vary(experiment: Experiment, variant: Variant, point: Point) -> Variant:
                 _change(raw, rest[len(name) + 1 :], value)
         elif table in ("training", "server"):
             field = rest.partition(".")[0]
-            if field not in own[table]:
+            if field not in stated[table]:
                 raw[table].setdefault(field, copy.deepcopy(base[table].get(field)))
                 _change(raw[table], rest, value)
         elif key in ("mechanism.noise", "mechanism.sampling"):
-            raw[rest] = own[rest] or value
+            raw[rest] = stated[rest] or value
         else:
             group, _, field = key.removeprefix("mechanism.groups.").rpartition(".")
             names = [config.name for config in experiment.mechanism.groups] if group == "*" else [group]
-            raw[GROUP_CHANGES[field]] |= {name: value for name in names if name not in own[GROUP_CHANGES[field]]}
+            raw[GROUP_CHANGES[field]] |= {name: value for name in names if name not in stated[GROUP_CHANGES[field]]}
     try:
         return msgspec.convert(raw, Variant)
     except msgspec.ValidationError as error:
@@ -289,8 +285,8 @@ def _text(point: Point, lists: Mapping[str, list[Any]]) -> str:
 def _short(key: str, keys: Mapping[str, Any]) -> str:
     """The shortest end of a key that is no other key's end."""
     parts = key.split(".")
-    ends = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
-    return next((end for end in ends if [k for k in keys if k == end or k.endswith(f".{end}")] == [key]), key)
+    suffixes = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
+    return next((end for end in suffixes if [k for k in keys if k == end or k.endswith(f".{end}")] == [key]), key)
 
 
 def _value_text(value: Any, values: Sequence[Any]) -> str:

@@ -15,7 +15,7 @@ from fedhdp.errors import ConfigError
 from fedhdp.experiments.components import COMPONENT_NAMES
 from fedhdp.experiments.config import FIELDS, Experiment
 from fedhdp.experiments.errors import config_error, refuse_nul
-from fedhdp.results.store import EXPERIMENT_FILE
+from fedhdp.results.store import EXPERIMENT_FILE, DamagedRunError
 
 
 def from_toml(text: str, source: str) -> Experiment:
@@ -41,6 +41,21 @@ def from_toml(text: str, source: str) -> Experiment:
         return msgspec.convert(raw, Experiment)
     except msgspec.ValidationError as error:
         raise config_error(error, raw, Experiment, FIELDS, source) from error
+
+
+def read_experiment(out: Path) -> Experiment:
+    """Read the experiment of a run's directory.
+
+    Raises:
+        DamagedRunError: If it is missing, damaged or that of a deployment.
+    """
+    path = out / EXPERIMENT_FILE
+    try:
+        return from_toml(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, ValueError) as error:
+        hint = "a deployment resumes when its ServerApp is submitted again with this directory"
+        message = f"{path} is no experiment that can be simulated, or damaged; {hint} ({error})"
+        raise DamagedRunError(message) from error
 
 
 def to_toml(experiment: Experiment) -> str:

@@ -56,8 +56,8 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.name == "":
             msgspec.structs.force_setattr(self, "name", ALGORITHM_NAMES[self.algorithm])
         require(is_directory_name(self.name), "name", self.name, "short, and not the name of a file of the run")
-        both = sorted(set(self.epsilons) & set(self.noise_multipliers))
-        require(not both, "epsilons", both, "of groups without one of noise_multipliers")
+        overlap = sorted(set(self.epsilons) & set(self.noise_multipliers))
+        require(not overlap, "epsilons", overlap, "of groups without one of noise_multipliers")
 
     def mechanism(
         self,

@@ -23,7 +23,7 @@ from fedhdp.errors import ConfigError, require
 from fedhdp.experiments.bases import PcaBasis
 from fedhdp.experiments.config import FIELDS
 from fedhdp.experiments.errors import config_error, refuse_nul
-from fedhdp.experiments.file_data import opted_out
+from fedhdp.experiments.groups import opted_out
 from fedhdp.experiments.toml import without_none
 from fedhdp.mechanism import Arithmetic, Mechanism, Noise, PrivacyGroup
 from fedhdp.metrics import is_metric_name

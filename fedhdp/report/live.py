@@ -63,7 +63,7 @@ def results_so_far(path: Path) -> list[VariantResult]:
 @functools.lru_cache(maxsize=16)
 def _read_mechanisms(path: Path, changed: int) -> tuple[Experiment, list[ScheduledMechanism]]:
     """An experiment and the mechanism of each variant; once for each content of the file, since calibration takes time."""
-    from fedhdp.experiments.runner import read_experiment
+    from fedhdp.experiments.toml import read_experiment
 
     experiment = read_experiment(path)
     data = experiment.load_if_needed()
@@ -116,7 +116,7 @@ def _result(
 ) -> VariantResult:
     """What a run would record for a variant if it ended now."""
     from fedhdp.experiments.bases import takes_statistics
-    from fedhdp.experiments.file_data import opted_out
+    from fedhdp.experiments.groups import opted_out
 
     variant, rounds = experiment.variants[number], history[-1].round
     costs = costs_of(rounds)

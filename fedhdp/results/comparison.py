@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from fedhdp.errors import RunError
+from fedhdp.errors import RunError, require
 from fedhdp.results.metrics import half_interval
 from fedhdp.results.schema import MetricInfo
 from fedhdp.results.stored import RepeatedRun, StoredVariant, differing_settings
@@ -38,10 +38,7 @@ def shown_metric(runs: Sequence[RepeatedRun], metric: str | None = None) -> Metr
     by_variant = [{info.name: info for info in variant.result.metrics} for variant in _variants(runs)]
     name = metric or next(iter(by_variant[0]))
     for measured in by_variant:
-        if name not in measured:
-            raise RunError(
-                f"--metric must be one of all these runs ({', '.join(measured)}), got {name!r}", "--metric", name
-            )
+        require(name in measured, "--metric", name, f"one of all these runs ({', '.join(measured)})", RunError)
     return by_variant[0][name]
 
 
@@ -88,16 +85,16 @@ def short_cells(runs: Sequence[RepeatedRun]) -> tuple[list[str], list[list[str]]
     info, texts = shown_metric(runs), min(2, len(runs))
     letter = next((letter for letter in "lg" if any(column.startswith(f"{letter}: ") for column in header)), "l")
     servers = [column for column in header if column.endswith(("_g", "_avg")) and not column.startswith("Δ")]
-    own = [column for column in header if column.startswith(f"{letter}: ")]
-    shown = [*header[:texts], *servers, *own, *(column for column in header if column.startswith("ε "))]
+    own_data = [column for column in header if column.startswith(f"{letter}: ")]
+    columns = [*header[:texts], *servers, *own_data, *(column for column in header if column.startswith("ε "))]
     names = {column: "server" if column.endswith("_g") else "server, averaged" for column in servers}
-    names |= {column: column.removeprefix(f"{letter}: ") for column in own}
+    names |= {column: column.removeprefix(f"{letter}: ") for column in own_data}
     parts = ["the global model on the server's test set"] * bool(servers)
-    parts += [f"{'personal models' if letter == 'l' else 'the global model'} on clients' own data"] * bool(own)
+    parts += [f"{'personal models' if letter == 'l' else 'the global model'} on clients' own data"] * bool(own_data)
     legend = f"{info.name}{' in %' if info.percent else ''}: {', '.join(parts)}; ε of each group"
     legend = ", ".join(filter(None, [legend, describe_seeds(runs)]))
-    places = [header.index(column) for column in shown]
-    return [names.get(column, column) for column in shown], [[row[i] for i in places] for row in rows], legend
+    places = [header.index(column) for column in columns]
+    return [names.get(column, column) for column in columns], [[row[i] for i in places] for row in rows], legend
 
 
 def _merged(headers: Iterable[list[str]]) -> list[str]:
@@ -153,8 +150,8 @@ def caption(
         variances: As in `combined_cells`.
     """
     names = ", ".join(dict.fromkeys(run.runs[0].experiment for run in runs))
-    shown, columns = legend(header, shown_metric(runs, metric), variances, describe_seeds(runs))
-    return [f"{names}: {shown}", columns]
+    metric_text, columns = legend(header, shown_metric(runs, metric), variances, describe_seeds(runs))
+    return [f"{names}: {metric_text}", columns]
 
 
 def describe_seeds(runs: Sequence[RepeatedRun]) -> str:
@@ -178,7 +175,7 @@ def _variant_rows(label: str, seeds: list[StoredVariant]) -> list[MeanRow]:
         for row in variant.last:
             values.setdefault((row.group, row.model, row.metric), []).append(row.value)
     name = (label, result.name, result.algorithm)
-    rows = [MeanRow(*name, *key, fmean(of), half_interval(of), len(of)) for key, of in values.items()]
+    rows = [MeanRow(*name, *key, fmean(scores), half_interval(scores), len(scores)) for key, scores in values.items()]
     for number, group in enumerate(result.groups):
         epsilons = [variant.result.groups[number].epsilon for variant in seeds]
         known = [epsilon for epsilon in epsilons if epsilon is not None]

@@ -99,11 +99,11 @@ def _places(lines: Lines) -> dict[Any, float] | None:
     """Where values of the x axis are that have no scale: text, infinity, or zero beside a wide range; else None."""
     values = {point.x for series in lines.groups.values() for line in series for point in line.points}
     numbers = sorted(value for value in values if is_number(value) and math.isfinite(value))
-    wide = len(numbers) > 2 and numbers[0] == 0 and numbers[-1] / numbers[1] >= LOG_RATIO
-    if len(numbers) == len(values) and not (wide and lines.x != ROUND):
+    is_wide = len(numbers) > 2 and numbers[0] == 0 and numbers[-1] / numbers[1] >= LOG_RATIO
+    if len(numbers) == len(values) and not (is_wide and lines.x != ROUND):
         return None
-    ordered = [*numbers, *sorted((value for value in values if value not in numbers), key=str)]
-    return {value: float(place) for place, value in enumerate(ordered)}
+    places = [*numbers, *sorted((value for value in values if value not in numbers), key=str)]
+    return {value: float(place) for place, value in enumerate(places)}
 
 
 def _draw_panel(
@@ -118,13 +118,13 @@ def _draw_panel(
     if is_log:
         axis.set_xscale("log")
     scale = 100 if lines.percent else 1
-    barred = [line for line in curves if any(point.half_interval for point in line.points)]
+    with_bars = [line for line in curves if any(point.half_interval for point in line.points)]
     for line in series:
         style = styles[line.algorithm, line.label]
         if line not in curves:  # it does not depend on x
             _draw_level(axis, line, scale, style)
             continue
-        shift = DODGE * (barred.index(line) - (len(barred) - 1) / 2) if line in barred else 0.0
+        shift = DODGE * (with_bars.index(line) - (len(with_bars) - 1) / 2) if line in with_bars else 0.0
         x_P = np.array([point.x if places is None else places[point.x] for point in line.points], float)
         moved_P = x_P * (values[-1] / values[0]) ** shift if is_log else x_P + shift * ((values[-1] - values[0]) or 1)
         _draw_line(axis, line, x_P, moved_P, scale, style)

@@ -35,8 +35,8 @@ def headline(variants: Sequence[Seeds]) -> list[str]:
     if owner is None:
         return []
     scored = [(seeds, value) for seeds in variants if (value := mean_value(seeds, info.name, *owner)) is not None]
-    own = [pair for pair in scored if pair[0][0].algorithm in ("fedhdp", "")] or scored
-    best, value = max(own, key=lambda pair: pair[1] if info.higher_is_better else -pair[1])
+    candidates = [pair for pair in scored if pair[0][0].algorithm in ("fedhdp", "")] or scored
+    best, value = max(candidates, key=lambda pair: pair[1] if info.higher_is_better else -pair[1])
     rival = next((pair for pair in scored if pair[0][0].algorithm == "dp_fedavg"), None)
     place = "the server's test set" if owner[1] == SERVER else f"the data of {owner[1]} clients"
     rounds = max(result.rounds for result in best)
@@ -67,8 +67,8 @@ def _for_whom(best: Seeds, rival: Seeds, info: MetricInfo) -> list[str]:
             if value is not None and other is not None:
                 parts.append(f"{group.name} {_text(info, value)} ({_signed(info, value - other)})")
         if parts:
-            than = "" if sentences else f"; in brackets the difference from {rival[0].name}"
-            sentences.append(f"On clients' own data with {words}: {', '.join(parts)}{than}.")
+            reference = "" if sentences else f"; in brackets the difference from {rival[0].name}"
+            sentences.append(f"On clients' own data with {words}: {', '.join(parts)}{reference}.")
     return sentences
 
 

@@ -307,7 +307,9 @@ class VariantLog:
         except Exception as error:  # the training is worth more than its log
             del self._runs[name]
             warnings.warn(
-                f"{name} failed and gets no more of this variant: {_line(error)}", RuntimeWarning, stacklevel=3
+                f"{name} failed and gets no more measurements of this variant: {_line(error)}",
+                RuntimeWarning,
+                stacklevel=3,
             )
 
 

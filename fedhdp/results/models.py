@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedhdp.errors import RunError
+from fedhdp.errors import RunError, require
 from fedhdp.results.store import (
     CLIENTS_FILE,
     MODEL_FILE,
@@ -51,8 +51,8 @@ def find_variant(directory: Path | str, variant: str | None = None) -> Path:
     shown = ", ".join(names.values())
     if variant is None and len(names) > 1:
         raise RunError(f"{directory} has several variants: name one of {shown}", "variant", None)
-    if variant is not None and slug(variant) not in names:
-        raise RunError(f"variant must be one of {directory} ({shown}), got {variant!r}", "variant", variant)
+    exists = variant is None or slug(variant) in names
+    require(exists, "variant", variant, f"one of {directory} ({shown})", RunError)
     return directory / (next(iter(names)) if variant is None else slug(variant))
 
 
@@ -69,9 +69,8 @@ def load_model(directory: Path | str, variant: str | None = None, model: str = "
     """
     arrays = read_arrays(find_variant(directory, variant) / MODEL_FILE)
     named = {name.partition("/")[2]: array for name, array in arrays.items() if name.startswith(f"{model}/")}
-    if not named:
-        kinds = ", ".join(dict.fromkeys(name.partition("/")[0] for name in arrays))
-        raise RunError(f"model must be one that was kept ({kinds}), got {model!r}", "model", model)
+    kinds = ", ".join(dict.fromkeys(name.partition("/")[0] for name in arrays))
+    require(len(named) > 0, "model", model, f"one that was kept ({kinds})", RunError)
     return named
 
 
@@ -137,6 +136,5 @@ def load_personal(directory: Path | str, client_id: str | int, variant: str | No
         RunError: If there is no such client, variant or file.
     """
     models = PersonalModels(directory, variant)
-    if str(client_id) not in models:
-        raise RunError(f"client_id must be one of the run's {len(models):,}, got {client_id!r}", "client_id", client_id)
+    require(str(client_id) in models, "client_id", client_id, f"one of the run's {len(models):,}", RunError)
     return models[str(client_id)]

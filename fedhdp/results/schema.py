@@ -154,8 +154,8 @@ def account_groups(
 def _account_group(
     mechanism: Mechanism, group: PrivacyGroup, costs: Iterable[tuple], delta: float, accountant: Accountant
 ) -> GroupResult:
-    paid = [cost for cost in (PrivacyCost(*fields) for fields in costs) if cost.sampling_rate > 0 and cost.rounds]
-    rounds = sum(cost.rounds for cost in paid)
+    paid_costs = [cost for cost in (PrivacyCost(*fields) for fields in costs) if cost.sampling_rate > 0 and cost.rounds]
+    rounds = sum(cost.rounds for cost in paid_costs)
     result = GroupResult(
         name=group.name,
         clients=group.clients,
@@ -172,12 +172,12 @@ def _account_group(
         result.epsilon = math.inf
     elif is_accounting_installed():
         result.delta = delta
-        result.epsilon = compose(paid, delta, accountant)
+        result.epsilon = compose(paid_costs, delta, accountant)
         result.unprotected = result.epsilon == math.inf  # accounting takes very little noise as none
         last = privacy_cost(mechanism, group)._replace(rounds=rounds)
         result.epsilon_basis = make_report(group.name, result.epsilon, delta, last, accountant).basis
-        if len(paid) > 1:
-            result.epsilon_basis += f", {len(paid)} mechanisms composed, of which this is one"
+        if len(paid_costs) > 1:
+            result.epsilon_basis += f", {len(paid_costs)} mechanisms composed, of which this is one"
             result.surplus = None  # it is of one mechanism
     return result
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from fedhdp.errors import RunError
+from fedhdp.errors import RunError, require
 from fedhdp.mechanism import SERVER
 from fedhdp.results.metrics import half_interval
 from fedhdp.results.stored import RepeatedRun, StoredVariant
@@ -79,8 +79,8 @@ def make_lines(
     kinds = [_Kind(label, seeds, *_without(seeds[0], key)) for label, seeds in variants]
     lines: list[list[_Kind]] = []
     for kind in kinds:
-        alike = next((line for line in lines if key != ROUND and _continues(line, kind)), None)
-        lines.append([kind]) if alike is None else alike.append(kind)
+        matching_line = next((line for line in lines if key != ROUND and _continues(line, kind)), None)
+        lines.append([kind]) if matching_line is None else matching_line.append(kind)
     labels = _labels(lines)
     by_group = {}
     for group in names:
@@ -112,14 +112,13 @@ def _groups(variants: Sequence[StoredVariant], metric: str, model: str, groups: 
     """The groups to show, in the order of the history."""
     rows = [row for variant in variants for row in variant.last]
     metrics = dict.fromkeys(row.metric for row in rows)
-    _require(metric in metrics, "--y", metric, f"a metric of these runs ({', '.join(metrics)})")
+    require(metric in metrics, "--y", metric, f"a metric of these runs ({', '.join(metrics)})", RunError)
     models = dict.fromkeys(row.model for row in rows if row.metric == metric)
-    _require(model in models, "--model", model, f"a model with {metric} ({', '.join(models)})")
+    require(model in models, "--model", model, f"a model with {metric} ({', '.join(models)})", RunError)
     measured = list(dict.fromkeys(row.group for row in rows if (row.metric, row.model) == (metric, model)))
     for group in groups:
-        _require(
-            group in measured, "--group", group, f"a group with {metric} of the {model} model ({', '.join(measured)})"
-        )
+        rule = f"a group with {metric} of the {model} model ({', '.join(measured)})"
+        require(group in measured, "--group", group, rule, RunError)
     return list(dict.fromkeys(groups)) or ([SERVER] if SERVER in measured else measured)
 
 
@@ -129,12 +128,13 @@ def _resolve(x: str, settings: Sequence[dict[str, Any]]) -> str:
     matching = [key for key in keys if key == x or key.endswith(f".{x}")]
     varying = [key for key in keys if _varies(key, settings)]
     rule = f"{ROUND} or a key of the settings in which these runs differ ({', '.join(varying) or 'they do not differ'})"
-    _require(bool(matching), "--x", x, rule)
+    require(bool(matching), "--x", x, rule, RunError)
     candidates = [key for key in matching if key in varying]
-    _require(bool(candidates), "--x", x, f"{rule}; it is the same everywhere")
-    within = [key for key in candidates if any(_varies(key, of) for of in _by_algorithm(settings))] or candidates
-    _require(len(within) == 1 or x in within, "--x", x, f"one of {', '.join(within)}")
-    return x if x in within else within[0]
+    require(bool(candidates), "--x", x, f"{rule}; it is the same everywhere", RunError)
+    parts = _by_algorithm(settings)
+    names = [key for key in candidates if any(_varies(key, part) for part in parts)] or candidates
+    require(len(names) == 1 or x in names, "--x", x, f"one of {', '.join(names)}", RunError)
+    return x if x in names else names[0]
 
 
 def _varies(key: str, settings: Iterable[dict[str, Any]]) -> bool:
@@ -175,20 +175,15 @@ def _labels(lines: Sequence[list[_Kind]]) -> list[str]:
     labels = [label or line[0].seeds[0].result.algorithm for label, line in zip(labels, lines, strict=True)]
     if len(set(labels)) == len(labels):
         return labels
-    named = []
+    names = []
     for label, line in zip(labels, lines, strict=True):
-        alike = [other[0].settings for name, other in zip(labels, lines, strict=True) if name == label]
-        keys = [key for key in dict.fromkeys(key for of in alike for key in of) if _varies(key, alike)][:2]
-        named.append(", ".join([label, *(f"{key.rpartition('.')[2]}={line[0].settings.get(key)}" for key in keys)]))
-    both = zip(named, lines, strict=True)
-    return [f"{label} ({line[0].run})" if named.count(label) > 1 else label for label, line in both]
+        parts = [other[0].settings for name, other in zip(labels, lines, strict=True) if name == label]
+        keys = [key for key in dict.fromkeys(key for part in parts for key in part) if _varies(key, parts)][:2]
+        names.append(", ".join([label, *(f"{key.rpartition('.')[2]}={line[0].settings.get(key)}" for key in keys)]))
+    pairs = zip(names, lines, strict=True)
+    return [f"{name} ({line[0].run})" if names.count(name) > 1 else name for name, line in pairs]
 
 
 def _shared_words(names: Sequence[str]) -> str:
     words = [name.split(" ") for name in names]
     return " ".join(word for word in words[0] if all(word in others for others in words)).strip(" ,")
-
-
-def _require(condition: bool, field: str, value: object, rule: str) -> None:
-    if not condition:
-        raise RunError(f"{field} must be {rule}, got {value!r}", field, value)

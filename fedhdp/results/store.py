@@ -40,6 +40,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -100,14 +101,8 @@ def slug(name: str) -> str:
 
 def is_directory_name(name: str) -> bool:
     """Whether a variant of this name can have a directory in the run's."""
-    return len(slug(name)) <= 100 and slug(name) not in (
-        EXPERIMENT_FILE,
-        SUMMARY_FILE,
-        RUN_FILE,
-        RUNS_FILE,
-        TABLE_FILE,
-        NUMBERS_FILE,
-    )
+    files = (EXPERIMENT_FILE, SUMMARY_FILE, RUN_FILE, RUNS_FILE, TABLE_FILE, NUMBERS_FILE)
+    return len(slug(name)) <= 100 and slug(name) not in files
 
 
 def checkpoint_bytes(directory: Path) -> int:
@@ -116,11 +111,10 @@ def checkpoint_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-class RunDirectory:
-    """The directory of one run, locked while a process writes to it.
+class LockedDirectory:
+    """A directory to which one process writes at a time.
 
     Raises:
-        DamagedRunError: If its files are damaged, or its experiment has been edited.
         RunError: If another process has locked it.
     """
 
@@ -129,6 +123,28 @@ class RunDirectory:
         self._lock = open(path / LOCK_FILE, "w")  # noqa: SIM115 (closing it unlocks the directory)
         try:
             lock_file(self._lock)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise RunError(f"{path} is being written by another process", "out", str(path)) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
+
+
+class RunDirectory(LockedDirectory):
+    """The directory of one run, locked while a process writes to it.
+
+    Raises:
+        DamagedRunError: If its files are damaged, or its experiment has been edited.
+        RunError: If another process has locked it.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        try:
             info = read_value(path / RUN_FILE, RunInfo)
             digest = hashlib.sha256(self._experiment_text()).hexdigest()
             if digest not in (info.experiment_sha256, info.previous_sha256):  # the latter after a crash in `extend`
@@ -137,18 +153,9 @@ class RunDirectory:
             check_files(path)
             self.info, self.id = info, info.id
             self.extensions = info.extensions if digest == info.experiment_sha256 else info.extensions[:-1]
-        except BlockingIOError as error:
-            self._lock.close()
-            raise RunError(f"{path} is being written by another process") from error
         except DamagedRunError:
             self._lock.close()
             raise
-
-    def __enter__(self) -> RunDirectory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.close()
 
     @classmethod
     def create(cls, path: Path, experiment_toml: bytes) -> RunDirectory:

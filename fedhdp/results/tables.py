@@ -101,8 +101,8 @@ def _values(variant: VariantResult, columns: _Columns) -> list[tuple[float | Non
         variances = [group.value(f"{name}_variance", model) for group in variant.groups]
         values += list(zip(reversed(means), reversed(variances), strict=True))
         if len(means) == 2:
-            less, more = means
-            values.append((None if less is None or more is None else sign * (less - more), None))
+            first, last = means
+            values.append((None if first is None or last is None else sign * (first - last), None))
     return values
 
 
@@ -168,8 +168,8 @@ def footnotes(variants: list[VariantResult], metric: str | None = None) -> list[
 def _brackets(names: Sequence[str]) -> str:
     """The variants that a footnote is about, in brackets; of many the first."""
     unique = list(dict.fromkeys(names))
-    rest = [f"and {len(unique) - 2} more"] if len(unique) > 3 else []
-    return f"[{'; '.join([*unique[: 2 if rest else 3], *rest])}]"
+    remainder = [f"and {len(unique) - 2} more"] if len(unique) > 3 else []
+    return f"[{'; '.join([*unique[: 2 if remainder else 3], *remainder])}]"
 
 
 def _epsilon_notes(variants: Sequence[VariantResult]) -> list[str]:
@@ -252,11 +252,11 @@ def _epsilon(seeds: Sequence[GroupResult]) -> str:
     """The epsilon that a group asked for, if it asked for one, and its largest among the seeds."""
     epsilons = [math.inf if group.unprotected else group.epsilon for group in seeds]
     known = [epsilon for epsilon in epsilons if epsilon is not None]
-    had = format_epsilon(max(known), 2) if known else "–"
+    text = format_epsilon(max(known), 2) if known else "–"
     target = seeds[0].epsilon_target
     if target is None or target == math.inf == max(known, default=None):
-        return had
-    return f"{format_epsilon(target)} → {had}"
+        return text
+    return f"{format_epsilon(target)} → {text}"
 
 
 def format_markdown(header: Cells, rows: Sequence[Cells], notes: Sequence[str] = (), texts: int = 1) -> str:

@@ -75,8 +75,8 @@ class RunPricing:
 
         if epsilon_at(1.0) <= epsilon:
             return 1.0
-        near = group.sampling_rate  # the search begins here
-        return near / min_noise_multiplier(lambda factor: epsilon_at(min(1.0, near / factor)), epsilon)
+        start_rate = group.sampling_rate  # the search begins here
+        return start_rate / min_noise_multiplier(lambda factor: epsilon_at(min(1.0, start_rate / factor)), epsilon)
 
     def error(self, mechanism: Mechanism) -> float:
         """The expected error of the model, by theory."""

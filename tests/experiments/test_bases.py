@@ -14,11 +14,10 @@ from fedhdp.basis import cosine_basis, fingerprint, pca_basis, public_moments
 from fedhdp.errors import ConfigError, DataError
 from fedhdp.experiments import Experiment, Interrupted, from_toml, read_experiment, resume, run
 from fedhdp.experiments.bases import CosineBasis, MatrixBasis, PcaBasis, RandomBasis
-from fedhdp.experiments.components import LinearConfig, MlpConfig, PythonModel
+from fedhdp.experiments.components import LinearConfig, MlpConfig, PythonModel, count_parameters
 from fedhdp.experiments.runner import run_or_resume
 from fedhdp.experiments.sweep import expand
 from fedhdp.experiments.toml import to_toml
-from fedhdp.experiments.weights import count_parameters
 from fedhdp.results import DamagedRunError, load_model
 from fedhdp.results.files import write_checksums
 

@@ -7,10 +7,9 @@ import pytest
 from experiment_helpers import keep_going, tiny
 from msgspec.structs import replace
 
-from fedhdp.experiments.components import HandwritingConfig, MlpConfig, describe_data
+from fedhdp.experiments.components import HandwritingConfig, MlpConfig, count_parameters, describe_data
 from fedhdp.experiments.runner import run
 from fedhdp.experiments.scattering import DIRECTIONS, features, scatter, wavelets
-from fedhdp.experiments.weights import count_parameters
 
 
 def test_wavelets_have_mean_0_and_answer_to_their_own_direction():

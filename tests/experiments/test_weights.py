@@ -17,8 +17,8 @@ from fedhdp.experiments.components import (
     MnistConfig,
     PythonData,
     PythonModel,
+    count_parameters,
 )
-from fedhdp.experiments.weights import count_parameters
 from fedhdp.privacy import epsilon
 from fedhdp.theory import with_optimal_weights
 

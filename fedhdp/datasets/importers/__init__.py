@@ -18,12 +18,3 @@ def refuse_damaged(path: Path, *errors: type[Exception]) -> Iterator[None]:
         yield
     except errors as error:
         raise DataError(f"{path} is damaged or truncated: {error}", "file", path) from error
-
-
-@contextmanager
-def locate_errors(location: str) -> Iterator[None]:
-    """Prefix every `DataError` with the place of the fault."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"{location}: {error}", error.field, error.value) from error

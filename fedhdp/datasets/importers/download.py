@@ -22,35 +22,31 @@ CHUNK_BYTES, TIMEOUT_SECONDS = 1 << 16, 30.0
 MAX_FAILURES, PAUSE_SECONDS = 4, 1.0  # attempts in a row without any new byte, and the pause after the first of them
 
 
-def download(
-    dataset: DatasetInfo, progress: ProgressCallback, sha256: str | None = None, directory: Path | None = None
-) -> None:
+def download(dataset: DatasetInfo, progress: ProgressCallback, sha256: str | None = None) -> None:
     """Download the files of a dataset, verify them and import them; the files themselves are deleted.
 
     Args:
         dataset: A dataset that can be downloaded.
         progress: Called with the step, how much of it is done, and its total.
         sha256: The checksum of the dataset's only file, instead of the one in the catalog.
-        directory: The data directory; by default the user's.
 
     Raises:
         DataError: If a file cannot be downloaded, has another checksum, or cannot be imported.
         InvalidValueError: If the checksum is none, or the dataset has several files.
     """
-    directory = directory or data_directory()
     if not dataset.downloadable:
         raise DataError(f"{dataset.name} cannot be downloaded: {dataset.origin}", "dataset", dataset.name)
     if sha256 is not None:
         count = len(dataset.files)
         require(count == 1, "sha256", sha256, f"absent for {dataset.name}, which has {count} files")
         require(re.fullmatch("[0-9a-f]{64}", sha256) is not None, "sha256", sha256, "64 hexadecimal digits")
-    folder = directory / "downloads" / dataset.name
+    folder = data_directory() / "downloads" / dataset.name
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / file.name for file in dataset.files]
     with lock_directory(folder):
         for file, path in zip(dataset.files, paths, strict=True):
             fetch(replace(file, sha256=sha256 or file.sha256), path, progress)
-        import_files(paths, progress, directory)
+        import_files(paths, progress)
         for path in paths:
             path.unlink()
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from fedhdp.datasets.cache import data_directory, file_sha256
+from fedhdp.datasets.cache import file_sha256
 from fedhdp.datasets.catalog import DATASETS
 from fedhdp.datasets.importers import ProgressCallback, leaf, tff
 from fedhdp.datasets.importers.idx import import_mnist, mnist_file_name
@@ -22,13 +22,12 @@ class ImportReport(NamedTuple):
     skipped: list[str]
 
 
-def import_files(paths: list[Path], progress: ProgressCallback, directory: Path | None = None) -> ImportReport:
+def import_files(paths: list[Path], progress: ProgressCallback) -> ImportReport:
     """Import every dataset among files and folders.
 
     Args:
         paths: Files, which must be of a dataset, and folders, in which other files are skipped.
         progress: Called with the step, how much of it is done, and its total.
-        directory: The data directory; by default the user's.
 
     Returns:
         The names of the datasets, and the skipped files that look like data.
@@ -36,7 +35,6 @@ def import_files(paths: list[Path], progress: ProgressCallback, directory: Path 
     Raises:
         DataError: If there is no dataset, or one is damaged or incomplete. Datasets before it stay imported.
     """
-    directory = directory or data_directory()
     files_of: dict[str, list[Path]] = {}
     report = ImportReport([], [])
     for path in paths:
@@ -46,7 +44,7 @@ def import_files(paths: list[Path], progress: ProgressCallback, directory: Path 
         raise DataError(f"{reason}; datasets are {', '.join(DATASETS)}", "file", paths[0])
     for name, files in files_of.items():
         try:
-            _import(name, files, report.skipped, progress, directory)
+            _import(name, files, report.skipped, progress)
         except DataError as error:
             imported = f" (already imported: {', '.join(report.datasets)})" if report.datasets else ""
             raise DataError(f"{error}{imported}", error.field, error.value) from error
@@ -101,7 +99,7 @@ def _contains_sqlite(path: Path) -> bool:
         return False
 
 
-def _import(name: str, files: list[Path], skipped: list[str], progress: ProgressCallback, directory: Path) -> None:
+def _import(name: str, files: list[Path], skipped: list[str], progress: ProgressCallback) -> None:
     """Import one dataset from its files."""
     sha256_of = {}
     for number, path in enumerate(files, start=1):
@@ -113,15 +111,15 @@ def _import(name: str, files: list[Path], skipped: list[str], progress: Progress
         if missing:
             reasons = "; ".join([f"mnist lacks {', '.join(missing)}: import all of its files at once", *skipped])
             raise DataError(reasons, "file", missing)
-        import_mnist(path_of, {file: sha256_of[path] for file, path in path_of.items()}, directory)
+        import_mnist(path_of, {file: sha256_of[path] for file, path in path_of.items()})
         return
     if name == "femnist-leaf":
-        leaf.import_leaf(sha256_of, progress, directory)
+        leaf.import_leaf(sha256_of, progress)
         return
     if len(files) > 1:
         raise DataError(f"{files[0]} and {files[1]} are both {name}: import one of them", "file", files[1])
     (path,) = files
     if name == "emnist-tff":
-        tff.import_tff(path, sha256_of[path], progress, directory)
+        tff.import_tff(path, sha256_of[path], progress)
     else:
-        import_npz(name, path, sha256_of[path], directory)
+        import_npz(name, path, sha256_of[path])

@@ -44,7 +44,7 @@ def mnist_file_name(path: Path) -> str | None:
     raise DataError(f"{path} ({shape} bytes) is not a file of MNIST: its sha256 is {sha256}", "sha256", sha256)
 
 
-def import_mnist(files: dict[str, Path], sha256_of: dict[str, str], directory: Path | None = None) -> None:
+def import_mnist(files: dict[str, Path], sha256_of: dict[str, str]) -> None:
     """Store MNIST from its four files and their checksums, by their names in `FILE_OF_ARRAY`."""
     arrays = {array: read_idx(files[name]) for array, name in FILE_OF_ARRAY.items()}
     for part in ("train", "test"):
@@ -54,7 +54,7 @@ def import_mnist(files: dict[str, Path], sha256_of: dict[str, str], directory: P
             raise DataError(f"{path} has labels {y_N.shape} for images {x_N.shape}", "labels", y_N.shape)
         if y_N.max(initial=0) > 9:
             raise DataError(f"{path}: labels must be from 0 to 9, got {y_N.max()}", "labels", int(y_N.max()))
-    with write_dataset("mnist", sha256_of, directory) as writer:
+    with write_dataset("mnist", sha256_of) as writer:
         writer.write(**arrays)
 
 

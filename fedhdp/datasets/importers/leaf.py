@@ -19,9 +19,9 @@ import numpy as np
 
 from fedhdp.datasets.cache import ArrayWriter, write_dataset
 from fedhdp.datasets.femnist import CLASSES, PIXELS, create_part, to_ink_bytes
-from fedhdp.datasets.importers import ProgressCallback, locate_errors, refuse_damaged
+from fedhdp.datasets.importers import ProgressCallback, refuse_damaged
 from fedhdp.datasets.splits import draw_test_mask, num_test_examples
-from fedhdp.errors import DataError
+from fedhdp.errors import DataError, errors_in
 
 Counts = dict[str, int]  # examples by client
 
@@ -58,7 +58,7 @@ def check_neighbours(shards: list[Path], files: Iterable[Path]) -> None:
             raise DataError(f"{path} lies among LEAF shards, but is damaged or none of them", "file", path)
 
 
-def import_leaf(sha256_of: dict[Path, str], progress: ProgressCallback, directory: Path | None = None) -> None:
+def import_leaf(sha256_of: dict[Path, str], progress: ProgressCallback) -> None:
     """Store LEAF's FEMNIST from its shards and their checksums; a damaged or missing shard is refused."""
     paths = sorted(sha256_of)
     shards: dict[str, list[Path]] = {}
@@ -74,7 +74,7 @@ def import_leaf(sha256_of: dict[Path, str], progress: ProgressCallback, director
         _count_examples(path, counts[part_of(path)])
         progress("counting the examples of LEAF's shards", done, len(paths))
     sums = {f"{path.parent.name}/{path.name}": sha256 for path, sha256 in sha256_of.items()}
-    with write_dataset("femnist-leaf", sums, directory) as writer:
+    with write_dataset("femnist-leaf", sums) as writer:
         _write(paths, counts, writer, progress)
 
 
@@ -140,7 +140,7 @@ def _write(paths: list[Path], counts: dict[str, Counts], writer: ArrayWriter, pr
     index_of = {user: index for index, user in enumerate(users)}
     for done, path in enumerate(paths, start=1):
         for user, raw in _read_shard(path).user_data.items():
-            with locate_errors(f"{path}, client {user}"):
+            with errors_in(f"{path}, client {user}"):
                 images = _decode_images(raw, counts[part_of(path)][user])
             if user not in index_of:
                 continue

@@ -35,7 +35,7 @@ def describe_mismatch(path: Path) -> str:
     return "".join(f" (its arrays are {sorted(names)}, {name} has {sorted(arrays)})" for name, arrays in similar)
 
 
-def import_npz(dataset: str, path: Path, sha256: str, directory: Path | None = None) -> None:
+def import_npz(dataset: str, path: Path, sha256: str) -> None:
     """Store a dataset of `ARRAYS_OF` from its npz; arrays that do not fit each other are refused."""
     with refuse_damaged(path, OSError, ValueError):
         arrays = read_npz(path)
@@ -43,7 +43,7 @@ def import_npz(dataset: str, path: Path, sha256: str, directory: Path | None = N
         _check_writers(path, arrays)
     else:
         _check_femnist(path, arrays)
-    with write_dataset(dataset, {path.name: sha256}, directory) as writer:
+    with write_dataset(dataset, {path.name: sha256}) as writer:
         if dataset == "mnist-writers":
             writer.write(**arrays)
             return

@@ -18,8 +18,8 @@ import numpy as np
 
 from fedhdp.datasets.cache import ArrayWriter, write_dataset
 from fedhdp.datasets.femnist import CLASSES, PIXELS, create_part, to_ink_bytes
-from fedhdp.datasets.importers import ProgressCallback, locate_errors, refuse_damaged
-from fedhdp.errors import DataError
+from fedhdp.datasets.importers import ProgressCallback, refuse_damaged
+from fedhdp.errors import DataError, errors_in
 
 SPLITS = {
     "digits_train": "digits_only_train",
@@ -33,9 +33,9 @@ XZ, LZMA_ALONE, SQLITE = b"\xfd7zXZ\0", b"\x5d\0\0", b"SQLite format 3\0"
 VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types
 
 
-def import_tff(path: Path, sha256: str, progress: ProgressCallback, directory: Path | None = None) -> None:
+def import_tff(path: Path, sha256: str, progress: ProgressCallback) -> None:
     """Store TFF's federated EMNIST from its SQLite file, compressed or not; a damaged or incomplete one is refused."""
-    with write_dataset("emnist-tff", {path.name: sha256}, directory) as writer:
+    with write_dataset("emnist-tff", {path.name: sha256}) as writer:
         with open(path, "rb") as file:
             compressed = file.read(len(SQLITE)) != SQLITE
         # SQLite cannot read a stream, so the 4.7 GB are on disk during the import.
@@ -133,12 +133,12 @@ def _write(connection: sqlite3.Connection, path: Path, writer: ArrayWriter, prog
     for done, (split, client, message) in enumerate(rows, start=1):
         if split not in splits:
             continue
-        with locate_errors(f"{path}, example {done} ({split})"):
+        with errors_in(f"{path}, example {done} ({split})"):
             splits[split].add(client, message)
         if done % 8192 == 0:
             progress(f"reading {path.name}", done, total)
     for split, split_writer in splits.items():
-        with locate_errors(f"{path} ({split})"):
+        with errors_in(f"{path} ({split})"):
             split_writer.finish()
     progress(f"reading {path.name}", total, total)
 

@@ -6,9 +6,8 @@ Axis letters: K clients, V mechanisms (and personal models of a client), R runs,
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +22,26 @@ from fedhdp.data import FederatedData
 from fedhdp.devices import use_cpu_cores
 from fedhdp.engine.checks import check_data, check_metrics
 from fedhdp.engine.evaluation import Evaluation, model_metrics
-from fedhdp.engine.examples import engine_config, make_example_store, make_gram_matrices, train_by_owner
+from fedhdp.engine.examples import make_example_store, make_gram_matrices, train_by_owner
 from fedhdp.engine.explain import explain
 from fedhdp.engine.groups import client_groups, members_by_group
 from fedhdp.engine.integer_sums import exact_round
 from fedhdp.engine.personal_store import MemoryMappedPersonalModels, StateArrays, make_personal_store
-from fedhdp.engine.personal_store import personal_bytes_limit as personal_bytes_limit
 from fedhdp.engine.placement import Placement, make_slot_table
-from fedhdp.engine.round import Engine, EngineConfig, ExampleArrays, RoundParamsBatch
+from fedhdp.engine.round import ExampleArrays, RoundParamsBatch
 from fedhdp.errors import ModelError, RunError, require
 from fedhdp.mechanism import Mechanism, ScheduledMechanism, mechanism_at
-from fedhdp.memory import TRAINED_COPIES, require_memory
-from fedhdp.models import Array, Model, Parameters, name_parameters, parameter_sizes, unname_parameters
+from fedhdp.models import Array, Model, Parameters, name_parameters, unname_parameters
 from fedhdp.results.metrics import MetricRow, clip_rows, evaluation_rows, round_rows
-from fedhdp.results.schema import MetricInfo, SimulationResult
+from fedhdp.results.schema import MetricInfo
 from fedhdp.results.store import PERSONAL_STORE_FILE, read_arrays, write_arrays
-from fedhdp.rng import BATCHES, COHORT, MODEL, NOISE, noise_bytes, os_entropy, secret_generator, stream
-from fedhdp.server import Optimizer, ServerOptimizer, ServerState
+from fedhdp.rng import BATCHES, MODEL, NOISE, cohort_generator, noise_bytes, os_entropy, stream
+from fedhdp.server import Optimizer, ServerState
+from fedhdp.simulation.mechanisms import as_schedules, check_mechanisms, run_mechanisms, run_numbers
+from fedhdp.simulation.setup import make_engine
 
 LOGGER = logging.getLogger("fedhdp.network")
 Callback = Callable[["Simulation"], bool | None]
-
-
-@lru_cache(maxsize=8)  # on CPUs each takes up to a thousand of the 65,530 memory maps that Linux gives a process
-def _engine(model: Model, training: LocalTraining, optimizer: ServerOptimizer, config: EngineConfig) -> Engine:
-    """One engine for all simulations that differ in numbers alone: they share a compilation."""
-    return Engine(model, training, optimizer, config)
 
 
 class Simulation:
@@ -104,34 +97,21 @@ class Simulation:
             require(0 <= noise_seed < 2**31, "noise_seed", noise_seed, "at least 0 and below 2**31")
         self.data, self.seed, self.noise_seed, self.cohort_entropy = data, seed, noise_seed, cohort_entropy
         self.training, self.server_optimizer = training or LocalTraining(), server.as_server_optimizer(server_optimizer)
-        if isinstance(mechanisms, Mechanism) or callable(mechanisms):
-            mechanisms = (mechanisms,)
-        self.schedules: tuple[ScheduledMechanism, ...] = tuple(mechanisms)
-        require(len(self.schedules) >= 1, "mechanisms", len(self.schedules), "one or more")
-        trainings = [getattr(schedule, "without_pulls", schedule) for schedule in self.schedules]
-        runs = list(dict.fromkeys(trainings))
-        self.run_of = [runs.index(training) for training in trainings]  # each mechanism's run
-        first_mechanisms = [mechanism_at(schedule, 0) for schedule in self.schedules]
-        self._group_sizes, self._layers = first_mechanisms[0].group_sizes, first_mechanisms[0].layers
-        self._arithmetic = first_mechanisms[0].arithmetic
-        one_process = self._arithmetic == "float32" or jax.process_count() == 1
-        require(one_process, "arithmetic", self._arithmetic, "'float32' with several processes")
+        self.schedules = as_schedules(mechanisms)
+        self.run_of = run_numbers(self.schedules)  # each mechanism's run
         self.round = 0
-        self.set_mechanisms(first_mechanisms)
-        self._first_mechanisms = self._mechanisms
+        self._first_mechanisms = [mechanism_at(schedule, 0) for schedule in self.schedules]
+        self.set_mechanisms(self._first_mechanisms)
+        arithmetic = self.mechanism.arithmetic
+        one_process = arithmetic == "float32" or jax.process_count() == 1
+        require(one_process, "arithmetic", arithmetic, "'float32' with several processes")
         self.group_K = client_groups(data, self.mechanism, seed)
         self._members_G = members_by_group(self.group_K, len(self.mechanism.groups))
         check_data(data, model)
         metrics = model_metrics(model)
         check_metrics(data, model, metrics)
         self.metrics = tuple(MetricInfo(metric.name, metric.higher_is_better, metric.percent) for metric in metrics)
-        config = engine_config(data, model, self.training, self.run_of)
-        sizes = parameter_sizes(jax.eval_shape(model.init, jax.random.key(0)))
-        require_memory(
-            TRAINED_COPIES * 4 * sum(sizes.values()) * len(runs), "model", f"{sum(sizes.values()):,} parameters"
-        )
-        config = config._replace(layers=server.make_layers(self.mechanism, sizes), exact=self._arithmetic == "exact")
-        self.engine = _engine(model, self.training, self.server_optimizer, config)
+        self.engine = make_engine(data, model, self.mechanism, self.training, self.server_optimizer, self.run_of)
         personalize, by_owner = self.training.personalize, train_by_owner(self.training)
         self.placement = Placement(self.engine, self.mechanism, data.train.count_K, by_owner)
         self.examples = make_example_store(self.engine, data.train, self.engine.config.sizes[-1])
@@ -194,22 +174,11 @@ class Simulation:
         Raises:
             InvalidValueError: If they are not as many, do not draw the same cohorts, or have other groups, layers or runs.
         """
-        cohorts = {mechanism.cohort_distribution for mechanism in mechanisms}
-        require(len(cohorts) == 1, "mechanisms", len(cohorts), "such that all draw the same cohorts")
-        layers = {mechanism.layers for mechanism in mechanisms}
-        require(layers == {self._layers}, "mechanisms", sorted(layers), f"such that all clip the layers {self._layers}")
-        arithmetics = sorted({mechanism.arithmetic for mechanism in mechanisms})
-        require(arithmetics == [self._arithmetic], "arithmetic", arithmetics, f"{self._arithmetic!r} in all mechanisms")
-        require(len(mechanisms) == len(self.run_of), "mechanisms", len(mechanisms), f"{len(self.run_of)}, as there are")
+        check_mechanisms(mechanisms, self._first_mechanisms)
         for mechanism in mechanisms:
-            rule = f"of the groups {self._group_sizes}"  # the clients keep their groups
-            require(mechanism.group_sizes == self._group_sizes, "mechanisms", mechanism.group_sizes, rule)
             self.training.check(mechanism)
-        trained = dict(zip(self.run_of, (mechanism.without_pulls for mechanism in mechanisms), strict=True))
-        shared = all(trained[run] == m.without_pulls for run, m in zip(self.run_of, mechanisms, strict=True))
-        require(shared, "mechanisms", len(mechanisms), "such that those of a run differ in their pulls alone")
+        self.runs = run_mechanisms(mechanisms, self.run_of)
         self._mechanisms = tuple(mechanisms)
-        self.runs = [trained[run] for run in range(len(trained))]
         self._round_params: RoundParamsBatch | None = None
         self._scheduled_round = self.round  # whose mechanisms these are, where they are functions of the round
 
@@ -260,14 +229,10 @@ class Simulation:
 
         The seed is no secret: it can be found from the initial model.
         """
-        is_public = all(group.opted_out for mechanism in self._mechanisms for group in mechanism.groups)
-        if self.noise_seed is not None or (is_public and self.cohort_entropy is None):
-            seed = self.seed if self.noise_seed is None else self.noise_seed
-            rng = np.random.default_rng([seed, COHORT, round])
-        else:
-            words = os_entropy(4) if self.cohort_entropy is None else self.cohort_entropy
-            rng = secret_generator([*words.tolist(), COHORT, round])
-        return server.sample_cohort(self.mechanism, self._members_G, rng)
+        groups = [group for mechanism in self._mechanisms for group in mechanism.groups]
+        public_seed = self.seed if all(group.opted_out for group in groups) else None
+        generator = cohort_generator(round, self.noise_seed, self.cohort_entropy, public_seed)
+        return server.sample_cohort(self.mechanism, self._members_G, generator)
 
     def run_round(self) -> None:
         """Run one round. It returns when the round is dispatched; at most one round is being computed before it."""
@@ -300,6 +265,12 @@ class Simulation:
         self.round, self._scores = self.round + 1, None
         if previous is not None:
             previous.block_until_ready()
+
+    def _noise_keys(self, round: int) -> list[np.ndarray]:
+        """A key for each run: the same for all with a noise seed, so that they are paired, else different ones."""
+        if self.noise_seed is not None:
+            return [stream(self.noise_seed, NOISE, round)] * len(self.runs)
+        return list(os_entropy(2 * len(self.runs)).reshape(-1, 2))
 
     def _params(self) -> RoundParamsBatch:
         """The numbers of all mechanisms, on the devices."""
@@ -435,100 +406,3 @@ class Simulation:
             RunError: If the file is damaged, or of another simulation.
         """
         self.restore(read_arrays(Path(path)))
-
-    def _noise_keys(self, round: int) -> list[np.ndarray]:
-        """A key for each run: the same for all with a noise seed, so that they are paired, else different ones."""
-        if self.noise_seed is not None:
-            return [stream(self.noise_seed, NOISE, round)] * len(self.runs)
-        return list(os_entropy(2 * len(self.runs)).reshape(-1, 2))
-
-
-def simulate(
-    data: FederatedData,
-    model: Model,
-    mechanism: ScheduledMechanism,
-    training: LocalTraining | None = None,
-    server_optimizer: Optimizer | None = None,
-    rounds: int = 100,
-    evaluate_every: int | None = None,
-    seed: int = 0,
-    noise_seed: int | None = None,
-    on_round: Callback | None = None,
-    on_evaluate: Callable[[Simulation, Any], bool | None] | None = None,
-) -> SimulationResult:
-    """Train under one mechanism and evaluate. The arguments that are not listed here are those of `Simulation`.
-
-    Args:
-        mechanism: The mechanism, or a function that returns that of a round; every round is priced with its own.
-        rounds: The number of rounds.
-        evaluate_every: Evaluate every so many rounds, and after the last one. None: after the last one only.
-        on_round: Called with the simulation after each round; its `round_rows` has what was measured. False ends the
-            training.
-        on_evaluate: Called with the simulation and the rows of each evaluation that ``evaluate_every`` asks for. False ends
-            the training.
-
-    Returns:
-        The model, each client's scores and what was measured.
-
-    Raises:
-        InvalidValueError: If an argument is out of range.
-        DataError: If the data does not fit the groups or the model.
-    """
-    rule = "a Mechanism or a function of the round (simulate_many takes several)"
-    require(isinstance(mechanism, Mechanism) or callable(mechanism), "mechanism", type(mechanism).__name__, rule)
-    on_evaluate_all = on_evaluate and (lambda simulation, evaluation: on_evaluate(simulation, evaluation[0]))
-    optional = (training, server_optimizer, rounds, evaluate_every, seed, noise_seed, on_round, on_evaluate_all)
-    return simulate_many(data, model, [mechanism], *optional)[0]
-
-
-def simulate_many(
-    data: FederatedData,
-    model: Model,
-    mechanisms: Sequence[ScheduledMechanism],
-    training: LocalTraining | None = None,
-    server_optimizer: Optimizer | None = None,
-    rounds: int = 100,
-    evaluate_every: int | None = None,
-    seed: int = 0,
-    noise_seed: int | None = None,
-    on_round: Callback | None = None,
-    on_evaluate: Callable[[Simulation, Any], bool | None] | None = None,
-) -> list[SimulationResult]:
-    """Train under several mechanisms in one program, paired: with the same cohorts, batches and initial model.
-
-    Args:
-        mechanisms: The mechanisms, all of which draw the same cohorts. The other arguments and the errors are those of
-            `simulate`; ``on_evaluate`` gets a list of rows for each mechanism.
-
-    Returns:
-        A result for each mechanism, in their order.
-    """
-    for field, value in (("rounds", rounds), ("evaluate_every", rounds if evaluate_every is None else evaluate_every)):
-        is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        require(is_integer and value >= 1, field, value, "a whole number of at least 1")
-    simulation = Simulation(data, model, mechanisms, training, server_optimizer, seed, noise_seed)
-    ran: list[Counter[Mechanism]] = [Counter() for _ in mechanisms]
-
-    def count_round(simulation: Simulation) -> None:
-        for rounds_of, mechanism in zip(ran, simulation.mechanisms, strict=True):
-            rounds_of[mechanism] += 1
-
-    simulation.run(rounds, count_round, on_round, evaluate_every or rounds, on_evaluate)
-    results = []
-    for number, (mechanism, history) in enumerate(zip(simulation.mechanisms, simulation.histories, strict=True)):
-        if not history or history[-1].round != simulation.round:  # ended by a callback
-            history += simulation.evaluate()[number]
-        scores = {name: score_KV[:, number] for name, score_KV in simulation.client_scores().items()}
-        parameters, repeatable = simulation.named_parameters(number), noise_seed is not None
-        values = (
-            parameters,
-            scores,
-            history,
-            repeatable,
-            simulation.metrics,
-            ran[number],
-            data.preparation,
-            data.public_levels,
-        )
-        results.append(SimulationResult(mechanism, simulation.round, *values))
-    return results

@@ -29,7 +29,7 @@ def no_rewriting() -> None:
     """Convolutions and pooling as they are written."""
     from fedhdp.engine import network
 
-    network.rewrite = lambda program: network.Used()  # type: ignore[assignment]
+    network.rewrite = lambda *arguments: network.Used()  # type: ignore[assignment]
 
 
 def all_parameters() -> None:

@@ -30,7 +30,7 @@ import numpy as np
 
 from fedhdp.client import Batch
 from fedhdp.engine.network import Network
-from fedhdp.engine.patches import materialized_transpose
+from fedhdp.engine.patches import materialized_transpose, on_cpu
 from fedhdp.engine.span import FirstLayer
 from fedhdp.mechanism import FLOAT32_UNIT_ROUNDOFF
 from fedhdp.models import Array, Parameters, take
@@ -387,5 +387,13 @@ def _weighted_sum(scale_C: Array, parameters_C: Parameters, layer_of: tuple[int,
     """The sum over clients; with the layer of each array, at the scale of that layer."""
     leaves, tree = jax.tree.flatten(parameters_C)
     scales = [scale_C] * len(leaves) if layer_of is None else [scale_C[:, layer] for layer in layer_of]
-    sums = [jnp.sum(_scaled(scale, leaf_C), axis=0) for scale, leaf_C in zip(scales, leaves, strict=True)]
+    sums = [_sum_at(scale, leaf_C) for scale, leaf_C in zip(scales, leaves, strict=True)]
     return jax.tree.unflatten(tree, sums)
+
+
+def _sum_at(scale_C: Array, leaf_C: Array) -> Array:
+    """The sum over clients at a scale; on CPUs a product, which is far faster than a sum over the leading axis."""
+    if not on_cpu():
+        return jnp.sum(_scaled(scale_C, leaf_C), axis=0)
+    present_C = jnp.where(scale_C.reshape(-1, *[1] * (leaf_C.ndim - 1)) == 0, 0.0, leaf_C)  # 0 · NaN would be NaN
+    return jnp.tensordot(scale_C, present_C, axes=1, precision=EXACT)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 
 from fedhdp.client import LocalTraining
-from fedhdp.engine.rewrite import Used, rewrite, weights_of_few_outputs
+from fedhdp.engine.rewrite import Used, rewrite, transposed_weights
 from fedhdp.engine.rows import Rows, kinds, same_rows
 from fedhdp.engine.span import FirstLayer, find_first_layer
 from fedhdp.engine.tracing import Program, shape_of
@@ -36,8 +36,11 @@ class TracedNetwork:
 
     def __init__(self, model: Model, like: Parameters, x_N: jax.ShapeDtypeStruct, has_key: bool):
         self.program = Program(model.apply, like, x_N, has_key)
-        self.transposed = [] if self.program.effects else weights_of_few_outputs(self.program)
-        self.used = Used() if self.program.effects else rewrite(self.program)
+        self.transposed, self.used = [], Used()
+        if not self.program.effects:
+            first = self.first_layer
+            self.transposed = transposed_weights(self.program, None if first is None else first.weight)
+            self.used = rewrite(self.program, self.transposed)
 
     @cached_property
     def kind_of(self) -> dict[Var, Any]:

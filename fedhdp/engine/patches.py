@@ -1,4 +1,4 @@
-"""Convolutions as products of patches, pooling as reshapes, and layers of few outputs: fast for many small networks.
+"""Convolutions as products of patches, pooling as reshapes, and dense layers: fast for many small networks.
 
 Networks that each have weights of their own make a grouped convolution, which XLA computes slowly.
 """
@@ -212,6 +212,45 @@ def max_and_argmax(arrays: Sequence[Array]) -> tuple[Array, Array]:
 def materialized_transpose(a: Array) -> Array:
     """A matrix transposed in memory: batches of small matrix products are fast on CPUs only so."""
     return jax.lax.optimization_barrier(a.T)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def dense(x_NF: Array, w_FH: Array, precision: Any = None) -> Array:
+    """A dense layer with a column of weights for each output; for their gradient its inputs are transposed."""
+    return jnp.matmul(x_NF, w_FH, precision=precision)
+
+
+def _dense_forward(x_NF: Array, w_FH: Array, precision: Any) -> tuple[Array, tuple[Array, Array]]:
+    x_NF = jax.lax.optimization_barrier(x_NF)  # computed once, not again where it is transposed
+    return dense(x_NF, w_FH, precision), (x_NF, w_FH)
+
+
+def _dense_backward(precision: Any, saved: tuple[Array, Array], g_NH: Array) -> tuple[Array, Array]:
+    (x_NF, w_FH), g_NH = saved, jax.lax.optimization_barrier(g_NH)
+    g_NF = jnp.einsum("nh,fh->nf", g_NH, w_FH, precision=precision)
+    return g_NF, jnp.matmul(materialized_transpose(x_NF), g_NH, precision=precision)
+
+
+dense.defvjp(_dense_forward, _dense_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def dense_rows(x_NF: Array, w_HF: Array, precision: Any = None) -> Array:
+    """A dense layer with a row of weights for each output; for their gradient that of the outputs is transposed."""
+    return jnp.einsum("nf,hf->nh", x_NF, w_HF, precision=precision)
+
+
+def _dense_rows_forward(x_NF: Array, w_HF: Array, precision: Any) -> tuple[Array, tuple[Array, Array]]:
+    return dense_rows(x_NF, w_HF, precision), (x_NF, w_HF)
+
+
+def _dense_rows_backward(precision: Any, saved: tuple[Array, Array], g_NH: Array) -> tuple[Array, Array]:
+    (x_NF, w_HF), g_NH = saved, jax.lax.optimization_barrier(g_NH)
+    g_HF = jnp.matmul(materialized_transpose(g_NH), x_NF, precision=precision)
+    return jnp.matmul(g_NH, w_HF, precision=precision), g_HF
+
+
+dense_rows.defvjp(_dense_rows_forward, _dense_rows_backward)
 
 
 @jax.custom_vjp

@@ -7,6 +7,8 @@
 | pooling, in this order or with the units last                | kernel on NVIDIA GPUs                                  |
 | max and mean pooling of windows that do not overlap          | a reshape; the gradient needs the argmax alone         |
 | a layer of few outputs                                      | a product whose operands are transposed in memory      |
+| on CPUs, any other dense layer                               | the same, with the gradient of its weights as a         |
+|                                                              | product whose smaller operand is transposed in memory  |
 
 What no rule recognizes stays as it is.
 """
@@ -14,7 +16,7 @@ What no rule recognizes stays as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,9 +29,12 @@ from fedhdp.engine.patches import (
     Convolution,
     convolve,
     convolve_and_pool,
+    dense,
+    dense_rows,
     few_outputs,
     materialized_transpose,
     max_pool,
+    on_cpu,
     sum_pool,
 )
 from fedhdp.engine.tracing import Program, dtype_of, inner_program, shape_of
@@ -47,8 +52,12 @@ class Used(NamedTuple):
     left: tuple[str, ...] = ()  # what stays as it is, and why
 
 
-def rewrite(program: Program) -> Used:
+def rewrite(program: Program, transposed: Sequence[int] = ()) -> Used:
     """Replace what the rules recognize.
+
+    Args:
+        program: The program.
+        transposed: The leaves that are transposed while clients train.
 
     Returns:
         How often each rule was used.
@@ -59,8 +68,13 @@ def rewrite(program: Program) -> Used:
         pool = partial(_POOLINGS[eqn.primitive.name], window=eqn.params["window_dimensions"])
         program.replace(eqn.outvars[0], eqn.invars, pool)
     for eqn in program.eqns:
-        if (side := _weights_of_few_outputs(program, eqn)) is not None:
-            program.replace(eqn.outvars[0], eqn.invars, partial(_few_outputs, eqn, side))
+        if (layer := _find_dense(program, eqn)) is None:
+            continue
+        if _has_few_outputs(eqn, layer):
+            program.replace(eqn.outvars[0], eqn.invars, partial(_few_outputs, eqn, layer.side))
+        elif on_cpu():
+            has_rows = layer.layout == "rows" or layer.weight in transposed
+            program.replace(eqn.outvars[0], eqn.invars, partial(_dense, eqn, layer, has_rows))
     convolutions = [eqn for eqn, why in reasons if why is None and eqn.primitive.name == CONVOLUTION]
     for eqn in convolutions:
         if (pooled := _find_pooled(program, eqn)) is not None:
@@ -125,29 +139,54 @@ def _convolution(eqn: JaxprEqn, image: Array, weight: Array) -> Array:
     return out.transpose(np.argsort((n, *pixels, channel)))
 
 
-def _weights_of_few_outputs(program: Program, eqn: JaxprEqn) -> int | None:
-    """The side of the weights in the product of a matrix with those of a layer of few outputs; None for anything else."""
-    if eqn.primitive.name != "dot_general" or any(len(shape_of(atom)) != 2 for atom in eqn.invars):
-        return None
-    contracted, batch = eqn.params["dimension_numbers"]
-    params, (out,) = eqn.params, eqn.outvars
-    plain = len(contracted[0]) == 1 and not any(batch) and params["precision"] is None
-    is_float = {dtype_of(atom) for atom in (*eqn.invars, out)} == {jnp.dtype(jnp.float32)}
+class Dense(NamedTuple):
+    """A product with a parameter, as one of matrices."""
+
+    weight: int  # the number of the parameter among the leaves
+    side: int  # of the parameter
+    inputs: int
+    outputs: int
+    layout: str  # of the parameter: "columns" is a matrix [inputs, outputs], "rows" is [*outputs, *inputs]
+
+
+def _find_dense(program: Program, eqn: JaxprEqn) -> Dense | None:
+    """The product of anything with a parameter; None for anything else."""
     sides = [side for side, atom in enumerate(eqn.invars) if atom in program.leaves]
-    if not plain or not is_float or len(sides) != 1:
+    if eqn.primitive.name != "dot_general" or len(sides) != 1:
         return None
-    outputs = shape_of(eqn.invars[sides[0]])[1 - contracted[sides[0]][0]]
-    return sides[0] if outputs <= FEW_OUTPUTS else None
+    (axes_of, batch), side = eqn.params["dimension_numbers"], sides[0]
+    is_float = {dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)} == {jnp.dtype(jnp.float32)}
+    if any(batch) or not axes_of[0] or not is_float or math.prod(shape_of(eqn.outvars[0])) == 0:
+        return None
+    shape, axes = shape_of(eqn.invars[side]), axes_of[side]
+    inputs = math.prod(shape[axis] for axis in axes)
+    outputs = math.prod(shape) // inputs if inputs else 0
+    layout = "columns" if len(shape) == 2 and axes == (0,) else "other" if 0 in axes else "rows"
+    return Dense(program.leaves.index(eqn.invars[side]), side, inputs, outputs, layout) if outputs else None
 
 
-def weights_of_few_outputs(program: Program) -> list[int]:
-    """The leaves that are weights [inputs, outputs] of layers of few outputs."""
+def _has_few_outputs(eqn: JaxprEqn, layer: Dense) -> bool:
+    is_plain = all(len(shape_of(atom)) == 2 for atom in eqn.invars) and eqn.params["precision"] is None
+    return is_plain and layer.outputs <= FEW_OUTPUTS
+
+
+def transposed_weights(program: Program, first: int | None) -> list[int]:
+    """The leaves that are weights [inputs, outputs] and are transposed while clients train.
+
+    They are those of layers of few outputs, and on CPUs of all layers that have fewer outputs than inputs.
+
+    Args:
+        program: The program.
+        first: The weights of the first layer, which may be trained otherwise.
+    """
     weights = set()
     for eqn in program.eqns:
-        side = _weights_of_few_outputs(program, eqn)
-        if side is not None and tuple(eqn.params["dimension_numbers"][0][side]) == (0,):
-            weights.add(eqn.invars[side])
-    return [number for number, leaf in enumerate(program.leaves) if leaf in weights]
+        layer = _find_dense(program, eqn)
+        if layer is not None and layer.layout == "columns":
+            narrows = on_cpu() and layer.outputs < layer.inputs and layer.weight != first
+            if _has_few_outputs(eqn, layer) or narrows:
+                weights.add(layer.weight)
+    return sorted(weights)
 
 
 def _few_outputs(eqn: JaxprEqn, side: int, *operands: Array) -> Array:
@@ -156,6 +195,19 @@ def _few_outputs(eqn: JaxprEqn, side: int, *operands: Array) -> Array:
     h_NH = h if axes[1 - side][0] == 1 else h.T
     out_NL = few_outputs(h_NH, w_LH)
     return out_NL if side == 1 else out_NL.T
+
+
+def _dense(eqn: JaxprEqn, layer: Dense, has_rows: bool, *operands: Array) -> Array:
+    """The product, from a matrix of weights with a row for each output or a column for each."""
+    axes_of, _ = eqn.params["dimension_numbers"]
+    (weight, x), (paired, axes) = (pair if layer.side == 0 else pair[::-1] for pair in (operands, axes_of))
+    free_w, free_x = ([a for a in range(of.ndim) if a not in taken] for of, taken in ((weight, paired), (x, axes)))
+    x_NF, precision = x.transpose(*free_x, *axes).reshape(-1, layer.inputs), eqn.params["precision"]
+    if has_rows:
+        out_NH = dense_rows(x_NF, weight.transpose(*free_w, *paired).reshape(layer.outputs, layer.inputs), precision)
+    else:
+        out_NH = dense(x_NF, weight.transpose(*paired, *free_w).reshape(layer.inputs, layer.outputs), precision)
+    return (out_NH.T if layer.side == 0 else out_NH).reshape(shape_of(eqn.outvars[0]))
 
 
 class PooledConvolution(NamedTuple):

@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedhdp.client import LocalTraining, scale_inputs, shuffle
 from fedhdp.engine.checks import check_optimizers
 from fedhdp.engine.chunk import Clients, client_updates
-from fedhdp.engine.low_rank import gram, parametrize
+from fedhdp.engine.low_rank import gram, parametrize, uses_low_rank
 from fedhdp.engine.network import Network
 from fedhdp.mechanism import RoundParams
 from fedhdp.metrics import Metric
@@ -105,13 +105,13 @@ class Engine:
         local = [d for d, device in enumerate(self.mesh.devices) if device.process_index == jax.process_index()]
         self.local_devices = range(local[0], local[-1] + 1)  # those of this process, by their number in the mesh
         on_gpu = jax.default_backend() == "gpu"
-        self.chunk = self._gpu_chunk() if on_gpu else 8  # a core's cache holds few clients
         self.by_client, self.replicated = NamedSharding(self.mesh, BY_CLIENT), NamedSharding(self.mesh, REPLICATED)
         self._example_spec = REPLICATED if config.replicated else BY_CLIENT
         self.like = jax.eval_shape(model.init, jax.random.key(0))
         check_optimizers(self.like, training, server)
         zeros_P, self.unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, self.like))
         self.parameters = zeros_P.size
+        self.chunk = self._gpu_chunk() if on_gpu else self._cpu_chunk()
         graphs = {"xla_gpu_graph_min_graph_size": 1} if on_gpu else None  # launches many small kernels as one
         self.round = jax.jit(self._round, donate_argnums=(0, 1), compiler_options=graphs)
         self.train_cohort = jax.jit(self._train, donate_argnums=1, compiler_options=graphs)
@@ -127,6 +127,12 @@ class Engine:
             return 256 if len(self.config.sizes) == 1 else 32  # the clients of a chunk are of one capacity
         networks, models = 256 if self.config.uniform_size else 512, self.config.runs + len(self.run_V)
         return max(1, networks // models)
+
+    def _cpu_chunk(self) -> int:
+        """The chunk on a CPU: few clients, whose models and updates a core's cache holds."""
+        if uses_low_rank(self.network, self.config.sizes[0], self.config.layers):
+            return 8
+        return max(1, min(8, 2**16 // self.parameters))
 
     def padded_cohort_size(self, clients_per_device: int) -> int:
         """The slots for this many clients on each device: whole chunks and few empty slots."""

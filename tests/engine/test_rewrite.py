@@ -278,3 +278,37 @@ def test_layers_of_few_outputs_are_the_same(monkeypatch, equation):
     shape = tuple({"h": 6, "l": 4}[axis] for axis in weight)
     assert_same(Model(lambda key: {"w": jax.random.normal(key, shape), "scale": jnp.ones(6)}, apply), (6,))
     assert calls
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(6, 24), (40, 20)])
+@pytest.mark.parametrize(
+    "equation", ["nth,hl->ntl", "nth,lh->ntl", "nht,hl->nlt", "hl,nth->lnt", "nth,hlk->ntlk", "nht,thl->nl"]
+)
+def test_dense_layers_are_the_same(monkeypatch, equation, inputs, outputs):
+    calls: list = []
+    for name in ("dense", "dense_rows"):
+        function = getattr(patches, name)
+        monkeypatch.setattr(rewrite, name, lambda *a, name=name, f=function: (calls.append(name), f(*a))[1])
+    size, operands = {"h": inputs, "l": outputs, "k": 2, "t": 5}, equation.split("->")[0].split(",")
+    weight, x = operands if "n" in operands[1] else operands[::-1]
+    shape = tuple(size[axis] for axis in weight)
+
+    def apply(parameters: Any, x_N: jax.Array, key: Any) -> jax.Array:
+        h = jnp.tanh(x_N * parameters["scale"])
+        out = jnp.einsum(equation, *((parameters["w"], h) if weight == operands[0] else (h, parameters["w"])))
+        return jnp.moveaxis(out, equation.split("->")[1].index("n"), 0)
+
+    def init(key: jax.Array) -> Any:
+        return {"w": jax.random.normal(key, shape), "scale": jnp.ones(())}
+
+    assert_same(Model(init, apply), tuple(size[axis] for axis in x[1:]))
+    assert set(calls) == {"dense_rows" if "lh" in weight or (weight == "hl" and inputs > outputs) else "dense"}
+
+
+def test_gpus_keep_dense_layers(monkeypatch):
+    monkeypatch.setattr(rewrite, "on_cpu", lambda: False)
+    monkeypatch.setattr(rewrite, "dense", None)
+    model = Model(
+        lambda key: {"w": jax.random.normal(key, (6, 24))}, lambda theta, x_N, key: jnp.tanh(x_N) @ theta["w"]
+    )
+    assert_same(model, (6,))

@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+PARALLEL := -n auto --dist loadfile --no-loadscope-reorder  # a file's tests share what they compile
 
 .PHONY: run test test-quick lint docs wheel torch browser install clean lock flower-demo bench conformance torture
 
@@ -10,10 +11,10 @@ run: .venv/run
 	$(BIN)/fedhdp run $(ARGS)
 
 test: install
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-quick: install  # without slow tests and without tests that start processes
-	$(BIN)/python -m pytest -n auto -m "not slow and not process and not browser and not gpu" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not process and not browser and not gpu" $(ARGS)
 
 flower-demo: install  # a SuperLink and five SuperNodes on this machine
 	$(BIN)/python examples/flower_app/demo.py $(ARGS)

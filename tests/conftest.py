@@ -24,20 +24,34 @@ settings.load_profile("fedhdp")
 OPTIMIZED = ("engine", "simulation", "test_")  # where numbers are compared to the last bit, or with bounds on rounding
 
 
+MAX_MEMORY_MAPS = (
+    20_000  # Linux gives a process 65,530, every compiled program takes some, and without any it is aborted
+)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _compiler(request):
     """Optimize the programs of some tests as users' are, and those of others little, which compiles faster.
 
-    Linux gives a process 65,530 memory maps and every compiled program takes some: one that has none left is aborted.
+    Modules of one kind share what is compiled while there are memory maps for it.
     """
     import jax  # not above: it would not see the cache's folder
 
     subject = request.path.relative_to(Path(__file__).parent).as_posix()
     is_optimized = subject.startswith(OPTIMIZED)
+    if jax.config.read("jax_disable_most_optimizations") is is_optimized or _memory_maps() > MAX_MEMORY_MAPS:
+        jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", not is_optimized)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not is_optimized))  # of other processes
-    yield
-    jax.clear_caches()
+
+
+def _memory_maps() -> int:
+    """The memory maps of this process; 0 on systems that do not tell."""
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            return sum(1 for _ in maps)
+    except OSError:
+        return 0
 
 
 @pytest.fixture(scope="session")

@@ -104,6 +104,10 @@ SECTIONS = {
             epochs=(1,),
         ),
         replace(DP, basis="handwriting", size=30, scale=1.0),
+        *(replace(DP, basis="handwriting", size=size, scale=scale) for size in (30, 40) for scale in (1.6, 2.35)),
+        replace(DP, basis="handwriting", size=64),
+        replace(DP, average=0.995, rate=0.06),
+        replace(DP, quantile=0.3, rate=0.06),
     ],
     "fedhdp": [
         BASE,

@@ -109,6 +109,8 @@ SECTIONS = {
         *(replace(DP, basis="handwriting", size=size, scale=scale) for size in (30, 40) for scale in (1.6, 2.35)),
         replace(DP, basis="handwriting", size=64),
         replace(DP, average=0.995, rate=0.06),
+        replace(DP, size=49, rate=0.06),
+        replace(DP, size=49, average=0.995, rate=0.06),
         replace(DP, rate=0.08, final_rate=0.01),
         replace(DP, rate=0.06, final_rate=0.02),
         replace(DP, rate=0.1, final_rate=0.005, average=0.98),

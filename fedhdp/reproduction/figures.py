@@ -49,11 +49,12 @@ def draw(comparison: Comparison, path: Path) -> None:
     """Draw a table's figure as PNG."""
     with rc_context(STYLE):
         figure = Figure(figsize=(14, 8.4), layout="constrained")
-        table = TABLES.get(comparison.table)
+        table, data = TABLES.get(comparison.table), comparison.data
         if table is None:
             _draw_levels(figure, comparison)
         elif all(line.key.part != "paper" for line in comparison.lines):
-            figure.set_size_inches(8, 1.6 + 0.4 * len(comparison.global_lines))
+            data = data.replace("; ", ";\n")  # a narrow figure
+            figure.set_size_inches(8, 1.7 + 0.4 * len(comparison.global_lines))
             _draw_extensions(figure.subplots(), comparison, table)
         else:
             _draw_paper_table(figure, comparison, table)
@@ -62,7 +63,7 @@ def draw(comparison: Comparison, path: Path) -> None:
             "bars and bands: 95% interval of the mean over seeds" if len(comparison.seeds) > 1 else "no intervals"
         )
         head = f"{comparison.table}, {pluralize(comparison.rounds)}, {seeds}; {intervals}"
-        figure.suptitle(f"{head}\n{comparison.data}", fontsize=11)
+        figure.suptitle(f"{head}\n{data}", fontsize=11)
         figure.savefig(path, dpi=110)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,7 @@ class Trial:
     epochs: int = 3
     learning_rate: float = 0.5
     rate: float = 0.4
+    final_rate: float = 0.0  # towards which the server's rate falls, round by round; 0: it is constant
     momentum: float = 0.9
     average: float = 0.99
     quantile: float = 0.5
@@ -104,6 +106,15 @@ SECTIONS = {
             epochs=(1,),
         ),
         replace(DP, basis="handwriting", size=30, scale=1.0),
+        *(replace(DP, basis="handwriting", size=size, scale=scale) for size in (30, 40) for scale in (1.6, 2.35)),
+        replace(DP, basis="handwriting", size=64),
+        replace(DP, average=0.995, rate=0.06),
+        replace(DP, size=49, rate=0.06),
+        replace(DP, size=49, average=0.995, rate=0.06),
+        replace(DP, rate=0.08, final_rate=0.01),
+        replace(DP, rate=0.06, final_rate=0.02),
+        replace(DP, rate=0.1, final_rate=0.005, average=0.98),
+        replace(DP, quantile=0.3, rate=0.06),
     ],
     "fedhdp": [
         BASE,
@@ -246,7 +257,15 @@ def run(trial: Trial, seed: int) -> float:
     else:
         model = with_basis(mlp(basis.shape[1], trial.hidden, 10), basis)
     training = LocalTraining(trial.epochs, 20, trial.learning_rate, personalize=False)
-    server = {"name": "sgd", "learning_rate": trial.rate, "momentum": trial.momentum}
+    rate: Any = trial.rate
+    if trial.final_rate:
+        rate = {
+            "schedule": "linear_schedule",
+            "init_value": rate,
+            "end_value": trial.final_rate,
+            "transition_steps": trial.rounds,
+        }
+    server = {"name": "sgd", "learning_rate": rate, "momentum": trial.momentum}
     optimizer = ServerOptimizer(server, average=trial.average)
     result = simulate(data, model, mechanism_of(trial), training, optimizer, trial.rounds, seed=seed)
     (value,) = (r.value for r in result.history if (r.group, r.model, r.metric) == ("server", "average", "accuracy"))

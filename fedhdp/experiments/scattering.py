@@ -36,10 +36,10 @@ def scatter(data: FederatedData) -> FederatedData:
     scale = data.input_scale
 
     def convert(x_N: np.ndarray) -> np.ndarray:
-        unique_U, number_N = np.unique(
-            x_N.reshape(len(x_N), -1), axis=0, return_inverse=True
-        )  # clients share test images
-        parts = np.array_split(unique_U, max(1, len(unique_U) // CHUNK))
+        numbers: dict[bytes, int] = {}  # of different images: clients share test images
+        number_N = np.array([numbers.setdefault(image.tobytes(), len(numbers)) for image in x_N], int)
+        first_U = np.unique(number_N, return_index=True)[1]
+        parts = np.array_split(x_N[first_U], max(1, len(first_U) // CHUNK))
         return np.concatenate([features(part, scale) @ basis_FK for part in parts])[number_N]
 
     assert isinstance(data.train, Examples)  # as built-in data has
@@ -86,13 +86,13 @@ def wavelets() -> np.ndarray:
 
 @jax.jit
 def _features(images_N: jax.Array) -> jax.Array:
-    def convolve(filter_C: np.ndarray) -> jax.Array:
-        kernel = jnp.asarray(filter_C, jnp.float32)[:, None]
-        return jax.lax.conv_general_dilated(images_N[:, None], kernel, (1, 1), "SAME")
-
     filters = wavelets()
-    modulus = jnp.hypot(convolve(filters.real), convolve(filters.imag))
-    maps = jnp.concatenate([images_N[:, None], modulus], axis=1)
+    kernel = jnp.asarray(np.concatenate([filters.real, filters.imag]), jnp.float32).transpose(1, 2, 0)[:, :, None]
+    axes = ("NHWC", "HWIO", "NHWC")
+    real, imaginary = jnp.split(
+        jax.lax.conv_general_dilated(images_N[..., None], kernel, (1, 1), "SAME", dimension_numbers=axes), 2, axis=-1
+    )
+    maps = jnp.concatenate([images_N[..., None], jnp.hypot(real, imaginary)], axis=-1)
     squares = SIDE // POOLED
-    means = maps.reshape(*maps.shape[:2], squares, POOLED, squares, POOLED).mean(axis=(3, 5))
-    return means.reshape(len(images_N), -1)
+    means = maps.reshape(-1, squares, POOLED, squares, POOLED, maps.shape[-1]).mean(axis=(2, 4))
+    return jnp.moveaxis(means, -1, 1).reshape(len(images_N), -1)

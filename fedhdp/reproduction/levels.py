@@ -59,22 +59,17 @@ class LevelsPart(NamedTuple):
 LEVEL_TABLES = {name + end: LevelsPart(name, bool(end)) for end in ("", "-basis") for name in LEVELS}
 SERVER_RATES = {  # by levels and row, where it is below the largest
     "two": {
-        **{"DP-FedAvg+Ditto": 0.05, "HDP-FedAvg+Ditto": 0.05, "Threshold": 0.05, "WeiAvg, ε∞=100": 0.3, "GDPFed": 0.05},
+        **{"DP-FedAvg+Ditto": 0.05, "HDP-FedAvg+Ditto": 0.05, "WeiAvg, ε∞=100": 0.3, "GDPFed": 0.05},
         **{"IDP-Scale, ε∞=100": 0.07, "IDP-Scale, ε∞=1000": 0.1, "IDP-Sample, ε∞=100": 0.1},
     },
     "three": {
-        **{"DP-FedAvg+Ditto": 0.01, "HDP-FedAvg+Ditto": 0.01, "Threshold": 0.05, "WeiAvg, ε∞=100": 0.2, "GDPFed": 0.01},
-        **{"IDP-Scale, ε∞=100": 0.1, "IDP-Scale, ε∞=1000": 0.1, "IDP-Sample, ε∞=100": 0.2},
+        **{"DP-FedAvg+Ditto": 0.01, "HDP-FedAvg+Ditto": 0.01, "WeiAvg, ε∞=100": 0.2, "GDPFed": 0.01},
+        **{"IDP-Scale, ε∞=100": 0.1, "IDP-Scale, ε∞=1000": 0.1, "IDP-Sample, ε∞=100": 0.2, "Threshold, relaxed": 0.05},
     },
     "five": {
-        **{
-            "DP-FedAvg+Ditto": 0.01,
-            "HDP-FedAvg+Ditto": 0.01,
-            "Threshold": 0.03,
-            "WeiAvg, ε∞=100": 0.2,
-            "GDPFed": 0.009,
-        },
+        **{"DP-FedAvg+Ditto": 0.01, "HDP-FedAvg+Ditto": 0.01, "WeiAvg, ε∞=100": 0.2, "GDPFed": 0.009},
         **{"IDP-Scale, ε∞=100": 0.1, "IDP-Scale, ε∞=1000": 0.1, "IDP-Sample, ε∞=100": 0.2},
+        **{"Threshold, relaxed": 0.01, "Threshold, medium": 0.03, "Threshold, private": 0.03},
     },
 }
 
@@ -161,6 +156,9 @@ def _rivals(algorithm: str, weights: dict[str, float], sampling: Sampling) -> li
         return []  # they need Poisson sampling
     if "opted_out_epsilon" in options:
         return [Variant(_stand_in(name, epsilon), algorithm, options=_options(epsilon)) for epsilon in STAND_INS]
+    if algorithm == "threshold":
+        levels = list(weights)[:-1]  # at the strictest it is DP-FedAvg
+        return [Variant(f"{name}, {level}", algorithm, options={"level": level}) for level in levels]
     kept = weights if algorithm == "time_adaptive" else {}
     return [Variant(name, algorithm, weights=kept)]
 

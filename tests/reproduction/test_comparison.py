@@ -12,7 +12,7 @@ from fedhdp.experiments.presets import OPTED_OUT, PRIVATE
 from fedhdp.reproduction import extensions, runs
 from fedhdp.reproduction.comparison import compare
 from fedhdp.reproduction.render import footnotes, title
-from fedhdp.reproduction.summary import encode_summary, make_cell
+from fedhdp.reproduction.summary import encode_summary, make_cell, row_reports
 from fedhdp.reproduction.tables import TABLES, TableRow
 from fedhdp.results.schema import GroupResult, VariantResult
 
@@ -128,3 +128,15 @@ def test_claims_compare_rows_on_common_seeds(tmp_path):
     assert (seeds["DP-FedAvg+Ditto"], seeds["HDP-FedAvg+Ditto"]) == ([0, 1], [0])
     assert "different seeds: claims compare them on the common seeds 0" in footnotes(second)[-1]
     assert "different seeds" not in " ".join(footnotes(first))
+
+
+def test_rows_for_programs_have_accuracy_seeds_and_epsilons_by_group(tmp_path):
+    table = compare(write_runs(tmp_path, "noniid-mnist", 2, "non-private,dp-fedavg,pld"), "noniid-mnist")
+    rows = {row.row: row for row in row_reports(table)}
+    ours, baseline, without = (rows[name] for name in ("pld r=0.01", "DP-FedAvg+Ditto", "Non-Private+Ditto"))
+    assert ours.server_accuracy == line_of(table, "pld r=0.01").cells["acc_g"].mean
+    assert (ours.seeds, ours.accountant) == ((0, 1), "pld")
+    assert ours.epsilon == {OPTED_OUT: math.inf, PRIVATE: pytest.approx(extensions.EPSILON, abs=0.01)}
+    assert baseline.epsilon[OPTED_OUT] == baseline.epsilon[PRIVATE] == pytest.approx(22.4, abs=0.1)
+    assert without.epsilon == {OPTED_OUT: math.inf, PRIVATE: math.inf}
+    assert without.accountant is None

@@ -31,7 +31,10 @@ def test_all_parts_have_all_methods():
         part, pfa = parts[name].experiment, parts[f"{name}.pfa"].experiment
         labels = [f"{name}: {variant.name}" for variant in (*part.variants, *pfa.variants)]
         assert f"{name}: {OURS}" in labels
-        assert len(rival_labels(name, labels)) == 11
+        levels = [level for level, _, _ in LEVELS[LEVEL_TABLES[name].levels]]
+        assert len(rival_labels(name, labels)) == 10 + len(levels[:-1])
+        of_threshold = [v.options["level"] for v in part.variants if v.algorithm == "threshold"]
+        assert of_threshold == levels[:-1]  # at the strictest it is DP-FedAvg
         assert {*RIVALS} < {variant.algorithm for variant in part.variants}
         assert all(variant.name.startswith(PFA) for variant in pfa.variants)
 

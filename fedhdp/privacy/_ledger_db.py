@@ -48,7 +48,7 @@ class DamagedLedgerError(LedgerError):
 
 
 class OtherFileError(LedgerError):
-    """A file that says that it is no ledger, or one of another version."""
+    """A file whose header is another program's, or of another version of ledgers."""
 
 
 class LedgerFile:

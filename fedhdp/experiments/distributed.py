@@ -156,13 +156,7 @@ def _broadcast(array: np.ndarray) -> np.ndarray:
     return np.concatenate(received).view(array.dtype).reshape(array.shape) if received else array
 
 
-CALLS = (
-    "run_round",
-    "client_scores",
-    "evaluate",
-    "named_parameters",
-    "personal_models",
-)  # which other processes make as they are
+CALLS = ("run_round", "client_scores", "evaluate", "named_parameters", "personal_models")  # made in every process
 
 
 def _led(call: str) -> Callable[..., Any]:

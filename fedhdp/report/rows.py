@@ -268,7 +268,7 @@ def _labels(runs: Sequence[RepeatedRun]) -> list[str]:
 
 
 def without_shared_folders(directories: Sequence[Path]) -> list[str]:
-    """Directories without the folders that they share: a page that is mailed does not say where they lay."""
+    """Directories without the folders that they share, so that a page does not show where on a machine they are."""
     paths = [path.absolute() for path in directories]
     shared = Path(os.path.commonpath([path.parent for path in paths]))
     return [path.relative_to(shared).as_posix() for path in paths]

@@ -1,5 +1,5 @@
-# make run: the quickstart. make test: the tests. Both install into .venv first, if anything has changed: a run what it needs,
-# tests everything.
+# make run: the quickstart. make test: the tests. Both install into .venv first, if anything has changed; `make run` installs
+# only what a run needs.
 
 PYTHON ?= python3
 BIN := .venv/bin

@@ -1,4 +1,4 @@
-"""What a public basis does to the time of a round: `python benchmarks/basis.py`, MNIST's shape, on the embedded handwriting.
+"""The time of a round with and without a public basis: `python benchmarks/basis.py`, at MNIST's shape.
 
 The two models take turns. Beside the fastest round are the seconds of all cores, which other load on the machine moves less.
 """

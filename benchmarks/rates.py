@@ -1,7 +1,7 @@
-"""Rows of `fedhdp reproduce levels` at other server's rates than the rule's: `python benchmarks/rates.py three-basis`.
+"""Rows of `fedhdp reproduce levels` at other server rates than the rule's: `python benchmarks/rates.py three-basis`.
 
-A comparison is fair if no row has a rate that suits another. Each row with noise is run at multiples of its rate; × 1 is the
-row as the table has it. Runs are stored in OUT, a folder for each part and seed; what is there is not run again.
+The comparison is fair only if its rate suits every row. So each row with noise is run at multiples of its rate; × 1 is the
+row as the table has it. Runs are stored in OUT, a folder for each part and seed; finished ones are not run again.
 """
 
 from __future__ import annotations

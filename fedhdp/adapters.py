@@ -180,7 +180,7 @@ def _mode(function: Callable[..., Any]) -> Callable[[bool], dict[str, bool]]:
 def _factory(
     module: Any, kind: type, library: str, argument: str, seed: Callable[[Array], Any]
 ) -> tuple[str, Callable[[Array], Any]]:
-    """The name of a module, or of what makes one from a seed, and a function from a key to the module."""
+    """The name of a module or of the function that makes it, and a function from a key to the module."""
     is_module = isinstance(module, kind)
     _check_type(is_module or callable(module), f"a module of {library}, or a function that makes one", module)
     name = type(module).__name__ if is_module else getattr(module, "__name__", "module")

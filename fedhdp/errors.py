@@ -68,7 +68,7 @@ def require(
 
 @contextmanager
 def errors_in(place: str) -> Iterator[None]:
-    """Let errors name the place of the data that they are about: a file, a table, a row."""
+    """Put the place of the data before the message of any error: a file, a table, a row. It becomes a `DataError`."""
     try:
         yield
     except FedHDPError as error:
@@ -77,7 +77,7 @@ def errors_in(place: str) -> Iterator[None]:
 
 @contextmanager
 def errors_of(field: str, kind: type[FedHDPError] = InvalidValueError) -> Iterator[None]:
-    """Let errors of a value's fields name the field that has the value."""
+    """Put a field before the field of an error about its value: ``delta`` becomes ``budgets.delta``."""
     try:
         yield
     except InvalidValueError as error:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from fedhdp.errors import DataError, ModelError
 
-Parameters = Any  # any pytree of arrays of float32, or of float64 where JAX has it
+Parameters = Any  # any pytree of float32 arrays; of float64 where JAX's 64-bit mode is on
 Array = jax.Array
 
 
@@ -42,7 +42,9 @@ def parameter_sizes(parameters: Parameters) -> dict[str, int]:
 
 
 def check_parameter_types(what: str, parameters: Parameters) -> None:
-    """Refuse parameters that cannot be clipped and noised: in 16 bits, squares of small numbers are 0, and norms too small.
+    """Refuse parameters other than float32 and float64.
+
+    In 16 bits a norm can come out too small, as the square of a small number is 0, and then the clip bounds too little.
 
     Raises:
         ModelError: If there are none, or some are neither float32 nor float64.
@@ -50,7 +52,7 @@ def check_parameter_types(what: str, parameters: Parameters) -> None:
     types = {str(leaf.dtype) for leaf in jax.tree.leaves(parameters)}
     if not types or types - {"float32", "float64"}:
         names = ", ".join(sorted(types)) or "none"
-        rule = "arrays of float32, which apply may cast"
+        rule = "arrays of float32 (apply may cast them)"
         raise ModelError(f"{what} must be {rule}, got {names}", "parameters", names)
 
 

@@ -35,10 +35,11 @@ def os_entropy(words: int) -> np.ndarray:
 
 
 def secret_generator(words: Sequence[int]) -> np.random.Generator:
-    """A generator for cohorts, from words of 32 bits that hold entropy.
+    """A generator for secret cohorts, from words of 32 bits that hold entropy.
 
-    Who of a group without noise was sampled can often be read off the models. The outputs of NumPy's default generator
-    give its state away, and with it everyone else's coins. Here a block cipher, Philox, counts under a hashed key.
+    The models often show which clients without noise were sampled. These are outputs of the generator, and from its
+    outputs the state of NumPy's default generator can be computed: it would reveal who else was sampled. Philox, under
+    a key that is a hash of the words, has no such known attack. It is built like a block cipher, but is not proven secure.
     """
     key = hashlib.sha256(np.array(words, np.uint32).tobytes()).digest()[:16]
     return np.random.Generator(np.random.Philox(key=np.frombuffer(key, np.uint64)))
@@ -52,13 +53,13 @@ def noise_bytes(noise_seed: int | None, round: int) -> Callable[[int], bytes]:
 def cohort_generator(
     round: int, noise_seed: int | None, entropy: np.ndarray | None, public_seed: int | None
 ) -> np.random.Generator:
-    """What draws the cohort of a round: without a noise seed secret, unless all groups opted out.
+    """The generator that draws a round's cohort; secret unless there is a noise seed or all groups opted out.
 
     Args:
         round: The round.
         noise_seed: The noise seed, if there is one.
-        entropy: Secret words that several simulations share. None: fresh ones.
-        public_seed: Where all groups opted out, a seed that is no secret. None: some did not.
+        entropy: Secret words, from which several simulations draw the same cohorts. None: fresh ones.
+        public_seed: A seed that is no secret, where all groups opted out. None: some group did not.
     """
     if noise_seed is not None:
         return np.random.default_rng([noise_seed, COHORT, round])

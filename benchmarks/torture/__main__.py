@@ -1,10 +1,10 @@
-"""Hurt fedhdp in every way that a machine can, and see what holds: nothing lost, no traceback, no charge missing.
+"""Test fedhdp under faults of the machine: nothing may be lost, no charge missing, no traceback shown.
 
     make torture ARGS="--minutes 20"
 
 Each trial has a seed of its own; ``--only NAME --seed N --trials 1`` repeats one. A trial that fails prints its seed,
-and the program ends with 1. A table with a row for each kind of trial: how many were tried, how many held, and what was
-counted.
+and the program ends with 1. At the end it prints a table: for each kind of trial how many were tried, how many held, and
+what was counted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Tally:
 
     Args:
         names: The kinds of trials.
-        minutes: When no new trial begins, but for one of each kind.
-        limit: How many trials of each kind, at most.
+        minutes: After these only kinds that were not tried yet begin a trial.
+        limit: The most trials of each kind.
     """
 
     def __init__(self, names: tuple[str, ...], minutes: float, limit: int | None):

@@ -39,7 +39,7 @@ QUICK = ("mutated experiment", "damaged ledger", "mutated archive", "mutated rep
 
 
 class Result(NamedTuple):
-    """What became of a trial."""
+    """The result of a trial."""
 
     name: str
     seed: int
@@ -49,7 +49,7 @@ class Result(NamedTuple):
 
 
 def attempt(name: str, seed: int) -> Result:
-    """One trial, in a folder that is then removed."""
+    """Run one trial, in a folder that is removed afterwards."""
     begun, counts, failure = time.monotonic(), Counter[str](), ""
     folder = Path(tempfile.mkdtemp(prefix="fedhdp-torture-", dir=os.environ.get("TORTURE_FOLDER")))
     os.environ.pop("TORTURE_FILE", None)

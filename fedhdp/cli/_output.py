@@ -16,10 +16,10 @@ from rich.text import Text
 
 
 class SafeConsole(Console):
-    """A console that shows the control characters of names, and obeys none."""
+    """A console that prints control characters as escapes, so that a name cannot command the terminal."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """The text of every string that is printed, in a table too."""
+        """Convert a string that is printed; rich calls this for cells of tables too."""
         return super().render_str(visible(text), **options)
 
 
@@ -32,11 +32,11 @@ def print_json(value: object) -> None:
 
 
 def visible(text: str) -> str:
-    """A text in which characters that a terminal would obey, or that turn the direction of writing, are escaped."""
+    """Escape control characters, and those that change the direction of writing."""
     if text.isprintable():
         return text
-    obeyed = (c for c in set(text) if unicodedata.category(c).startswith("C") and c != "\n")
-    return text.translate({ord(c): c.encode("unicode_escape").decode() for c in obeyed})
+    escaped = (c for c in set(text) if unicodedata.category(c).startswith("C") and c != "\n")
+    return text.translate({ord(c): c.encode("unicode_escape").decode() for c in escaped})
 
 
 def console(width: int = 100) -> Console:
@@ -58,7 +58,7 @@ def epsilon_text(epsilon: float | None, otherwise: str = "–") -> str:
 
 
 def number_text(number: float | None, digits: int = 4) -> str:
-    """A number as a cell of a table, with so many digits."""
+    """A number as a cell of a table, with this many digits; – for None."""
     return "–" if number is None else "∞" if number == math.inf else f"{number:.{digits}g}"
 
 

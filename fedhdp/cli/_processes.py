@@ -111,10 +111,10 @@ def find_places(
 
 
 def _check_address(coordinator: str, is_first: bool) -> None:
-    """Refuse an address that no process can use: with one, JAX would wait for minutes or crash.
+    """Refuse an address that cannot be used: JAX would wait for minutes, or crash.
 
     Raises:
-        ConfigError: If it is not HOST:PORT, its host is not known here, or another process has process 0's port.
+        ConfigError: If it is not HOST:PORT, the host cannot be resolved, or process 0's port is in use.
     """
     host, _, port = coordinator.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -124,15 +124,15 @@ def _check_address(coordinator: str, is_first: bool) -> None:
     try:
         socket.getaddrinfo(host, int(port))
     except OSError as error:
-        message = f"--coordinator {coordinator}: the host is not known here ({error.strerror})"
+        message = f"--coordinator {coordinator}: the host name cannot be resolved ({error.strerror})"
         raise ConfigError(message, "coordinator", coordinator) from error
     if is_first and not _is_free(int(port)):
-        message = f"--coordinator {coordinator}: another process on this machine has port {port}"
+        message = f"--coordinator {coordinator}: port {port} is in use on this machine"
         raise ConfigError(message, "coordinator", coordinator)
 
 
 def _is_free(port: int) -> bool:
-    """Whether a server can have this port, on all of the machine's addresses as JAX's does."""
+    """Whether a server can listen on this port, on all addresses of the machine, as JAX's does."""
     families = [(socket.AF_INET, "0.0.0.0"), *([(socket.AF_INET6, "::")] if socket.has_ipv6 else [])]
     for family, everywhere in families:
         try:
@@ -253,7 +253,9 @@ def _work(place: Place, start: Callable[[], None]) -> None:
 
     try:
         where = "" if place.coordinator is None else f" at {place.coordinator}"
-        reason = f"not all {place.processes} came{where} within {START_SECONDS} s, or two had the same --process-id"
+        reason = (
+            f"not all {place.processes} connected{where} within {START_SECONDS} s, or two have the same --process-id"
+        )
         _reason_file(place).write_text(reason)  # where they cannot connect, JAX aborts this process
         join(place.processes, place.number, place.coordinator)
         _reason_file(place).unlink()

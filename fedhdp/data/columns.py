@@ -159,9 +159,9 @@ def _check_options(
     """Raise `DataError` if an option names no feature, or moments are out of range."""
     for field, names in (("categories", categories), ("fill", fill), ("standardize", moments)):
         for name in names:
-            require(name in features, field, name, f"values by feature ({', '.join(features)})", DataError)
+            require(name in features, field, name, f"given for features alone ({', '.join(features)})", DataError)
     for name, (mean, deviation) in moments.items():
-        require(name not in categories, "standardize", name, "values of columns that are not categories", DataError)
+        require(name not in categories, "standardize", name, "given for columns of numbers alone", DataError)
         valid = bool(np.isfinite(mean)) and 0 < deviation < np.inf
         require(valid, f"standardize.{name}", [mean, deviation], "a mean and a deviation above 0", DataError)
 

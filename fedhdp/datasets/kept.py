@@ -1,7 +1,7 @@
-"""Generated arrays that the command line keeps in the user's cache, so that the next run starts sooner.
+"""A cache of generated arrays on disk, so that the next run starts sooner.
 
-The library keeps none: `keep_in` names a folder. Arrays that other code or another JAX has made, or whose checksum is wrong,
-are generated again.
+It is off in the library; `keep_in` names its folder, as the command line does. Arrays are generated again if they come from
+other code or another version of JAX, or if their checksum is wrong.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import numpy as np
 
 from fedhdp.archives import read_npz
 
-MAX_BYTES = 2**27  # of the arrays that are kept together
+MAX_BYTES = 2**27  # of the arrays of one file
 Arrays = dict[str, np.ndarray]
 _folder: Path | None = None
 
 
 def keep_in(folder: Path | None) -> None:
-    """Keep generated arrays in a folder, which must be the user's alone; None: keep none."""
+    """Cache generated arrays in a folder, which must be the user's alone; None: no cache."""
     global _folder
     _folder = folder
 
 
 def load_or_generate(name: str, sources: Sequence[Path], arguments: object, generate: Callable[[], Arrays]) -> Arrays:
-    """The arrays that were kept, or those that are generated now.
+    """Read arrays from the cache, or generate and store them.
 
     Args:
-        name: What they are, for the file's name.
-        sources: The files of the code that generates them.
-        arguments: What they depend on besides, as a value whose ``repr`` says all of it.
-        generate: Generates them.
+        name: The start of the file's name.
+        sources: The source files of the code that generates them.
+        arguments: All else that they depend on, as a value whose ``repr`` is complete.
+        generate: A function that generates them.
     """
     if _folder is None:
         return generate()
@@ -55,7 +55,7 @@ def load_or_generate(name: str, sources: Sequence[Path], arguments: object, gene
 
 
 def _write(path: Path, arrays: Arrays) -> None:
-    """Write a file that is complete or absent; where it cannot be written nothing is kept."""
+    """Write a file atomically; if it cannot be written, there is none."""
     with contextlib.suppress(OSError):
         number, partial = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
         try:

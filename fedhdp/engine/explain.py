@@ -37,7 +37,7 @@ def _first_layer(network: Network, capacity: int, layers: Layers | None) -> str:
     split = network.split(capacity)
     first = split.of_client.first_layer
     if first is None:
-        reason = "no float32 product of the inputs with a parameter that is used there alone was found"
+        reason = "no float32 product of the inputs with a parameter that is used nowhere else was found"
         return f"first layer: by all parameters, as {reason}"
     paths = [
         jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(network.like)

@@ -392,7 +392,7 @@ def _weighted_sum(scale_C: Array, parameters_C: Parameters, layer_of: tuple[int,
 
 
 def _sum_at(scale_C: Array, leaf_C: Array) -> Array:
-    """The sum over clients at a scale; on CPUs a product, which is far faster than a sum over the leading axis."""
+    """The scaled sum over clients; on CPUs a matrix product, which is far faster than a sum over the leading axis."""
     if not on_cpu():
         return jnp.sum(_scaled(scale_C, leaf_C), axis=0)
     present_C = jnp.where(scale_C.reshape(-1, *[1] * (leaf_C.ndim - 1)) == 0, 0.0, leaf_C)  # 0 · NaN would be NaN

@@ -57,7 +57,7 @@ def rewrite(program: Program, transposed: Sequence[int] = ()) -> Used:
 
     Args:
         program: The program.
-        transposed: The leaves that are transposed while clients train.
+        transposed: The parameters that are stored transposed while clients train, by their numbers.
 
     Returns:
         How often each rule was used.
@@ -150,7 +150,7 @@ class Dense(NamedTuple):
 
 
 def _find_dense(program: Program, eqn: JaxprEqn) -> Dense | None:
-    """The product of anything with a parameter; None for anything else."""
+    """The product of a value with a parameter; None for other equations."""
     sides = [side for side, atom in enumerate(eqn.invars) if atom in program.leaves]
     if eqn.primitive.name != "dot_general" or len(sides) != 1:
         return None
@@ -166,18 +166,20 @@ def _find_dense(program: Program, eqn: JaxprEqn) -> Dense | None:
 
 
 def _has_few_outputs(eqn: JaxprEqn, layer: Dense) -> bool:
-    is_plain = all(len(shape_of(atom)) == 2 for atom in eqn.invars) and eqn.params["precision"] is None
-    return is_plain and layer.outputs <= FEW_OUTPUTS
+    """Whether a layer is a product of two matrices, summed over one axis, with few outputs."""
+    are_matrices = all(len(shape_of(atom)) == 2 for atom in eqn.invars)
+    sums_one_axis = len(eqn.params["dimension_numbers"][0][0]) == 1
+    return are_matrices and sums_one_axis and eqn.params["precision"] is None and layer.outputs <= FEW_OUTPUTS
 
 
 def transposed_weights(program: Program, first: int | None) -> list[int]:
-    """The leaves that are weights [inputs, outputs] and are transposed while clients train.
+    """The numbers of the parameters [inputs, outputs] that are stored transposed while clients train.
 
-    They are those of layers of few outputs, and on CPUs of all layers that have fewer outputs than inputs.
+    They are the weights of layers of few outputs, and on CPUs of all layers with fewer outputs than inputs.
 
     Args:
         program: The program.
-        first: The weights of the first layer, which may be trained otherwise.
+        first: The number of the first layer's weights, which may be trained by low-rank updates.
     """
     weights = set()
     for eqn in program.eqns:
@@ -198,7 +200,7 @@ def _few_outputs(eqn: JaxprEqn, side: int, *operands: Array) -> Array:
 
 
 def _dense(eqn: JaxprEqn, layer: Dense, has_rows: bool, *operands: Array) -> Array:
-    """The product, from a matrix of weights with a row for each output or a column for each."""
+    """The product, from weights with a row (``has_rows``) or a column for each output."""
     axes_of, _ = eqn.params["dimension_numbers"]
     (weight, x), (paired, axes) = (pair if layer.side == 0 else pair[::-1] for pair in (operands, axes_of))
     free_w, free_x = ([a for a in range(of.ndim) if a not in taken] for of, taken in ((weight, paired), (x, axes)))

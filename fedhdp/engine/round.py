@@ -129,7 +129,7 @@ class Engine:
         return max(1, networks // models)
 
     def _cpu_chunk(self) -> int:
-        """The chunk on a CPU: few clients, whose models and updates a core's cache holds."""
+        """The chunk on a CPU: so few clients that a core's cache holds their models and updates."""
         if uses_low_rank(self.network, self.config.sizes[0], self.config.layers):
             return 8
         return max(1, min(8, 2**16 // self.parameters))

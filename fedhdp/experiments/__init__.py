@@ -1,9 +1,9 @@
 """Experiments: values to run, the built-in ones by name, and the runner that writes results to a directory.
 
 the value      config.py (Experiment): components.py, file_data.py, bases.py, groups.py, variant.py, schedules.py
-its file       toml.py, errors.py, sweep.py, files.py (what it names), presets.py (the built-in ones)
+its file       toml.py, errors.py, sweep.py, files.py (files and runs that it names), presets.py (the built-in ones)
 running it     runner.py: batch.py (variants in one simulation), start.py, extension.py, folder.py, distributed.py
-its price      costs.py, before anything is run; audit/, by attack
+its privacy    costs.py (its epsilons before it is run), audit/ (attacks on it)
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ The file has one or both of two functions: ``data(seed)`` returns a ``FederatedD
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import math
 import sys
@@ -24,7 +25,7 @@ from fedhdp.devices import use_cpu_cores
 from fedhdp.errors import ConfigError, DataError, ModelError, require
 from fedhdp.experiments.bases import BasisConfig
 from fedhdp.experiments.file_data import ArraysData, TableData
-from fedhdp.experiments.files import PinnedFiles
+from fedhdp.experiments.files import PinnedFiles, check_sha256
 from fedhdp.experiments.groups import opted_out, skewed_clients, with_skewed_levels
 from fedhdp.memory import TRAINED_COPIES, require_memory
 from fedhdp.models import Model, cnn, linear, mlp
@@ -63,7 +64,11 @@ def _module(file: str, sha256: str) -> ModuleType:
     if directory not in sys.path:
         sys.path.append(directory)  # so that the file can import its neighbours
     with _errors_located(file):
-        exec(compile(Path(file).read_bytes(), file, "exec"), module.__dict__)
+        code = Path(file).read_bytes()
+        check_sha256(
+            file, hashlib.sha256(code).hexdigest(), sha256, "sha256"
+        )  # it may have changed since it was checked
+        exec(compile(code, file, "exec"), module.__dict__)
     return module
 
 

@@ -156,7 +156,7 @@ def _broadcast(array: np.ndarray) -> np.ndarray:
     return np.concatenate(received).view(array.dtype).reshape(array.shape) if received else array
 
 
-CALLS = ("run_round", "client_scores", "evaluate", "named_parameters", "personal_models")  # that followers just make
+CALLS = ("run_round", "client_scores", "evaluate", "named_parameters", "personal_models")  # made in every process
 
 
 def _led(call: str) -> Callable[..., Any]:
@@ -239,7 +239,7 @@ def make_simulation(
 
 
 def _fingerprints(data: FederatedData) -> tuple[str, str]:
-    """The versions that compute, and the sha256 of what clients there are and how many examples each has."""
+    """The versions of the libraries, and a sha256 of the clients' ids and numbers of examples and the server's labels."""
     parts = (data.train.count_K, data.test.count_K, data.ids, data.server_y_N, np.array(data.input_shape))
     digest = hashlib.sha256()
     for part in parts:
@@ -248,7 +248,7 @@ def _fingerprints(data: FederatedData) -> tuple[str, str]:
 
 
 def _check_fingerprints(data: FederatedData, versions: str, digest: str) -> None:
-    """Refuse to follow a process that would compute something else.
+    """Refuse to take part in a run that process 0 computes with other versions or data.
 
     Raises:
         RunError: If process 0 has other versions, or other clients.
@@ -259,7 +259,9 @@ def _check_fingerprints(data: FederatedData, versions: str, digest: str) -> None
             f"processes must have the same versions: {own_versions} here, {versions} in process 0", "processes"
         )
     if own_digest != digest:
-        raise RunError("processes must load the same data: clients or their examples differ from process 0's", "data")
+        raise RunError(
+            "processes must load the same data: clients or their numbers of examples differ from process 0's", "data"
+        )
 
 
 def _check_personal(simulation: Simulation) -> None:

@@ -1,6 +1,6 @@
-"""Files and runs that an experiment names: relative to its own file, and with a checksum once they have been run.
+"""Files and runs that an experiment names, by paths relative to its own file.
 
-A run records the sha256; it is neither resumed nor repeated with files that changed.
+A run records their sha256; it is neither resumed nor repeated with files that have changed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fedhdp.results.store import MODEL_FILE, VariantDirectory
 
 
 class PinnedFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Files, and the checksum that they had, one after the other, when they were run."""
+    """Files, and the checksum of all of them, one after the other, when the experiment was run."""
 
     path_fields: ClassVar[tuple[str, ...]] = ("file",)
-    table: ClassVar[str] = ""  # of the experiment's file that has these fields, for messages
+    table: ClassVar[str] = ""  # the table of the experiment's file that has these fields, for errors
 
     sha256: str | None = None  # None: any
 

@@ -212,7 +212,7 @@ def _cohort_distributions(schedule: ScheduledMechanism, rounds: int) -> tuple[ob
 
 
 def _ledger_fault(group: PrivacyGroup, cost: PrivacyCost, has_public_statistics: bool) -> str:
-    """Why a ledger cannot record what a variant costs a group; empty where it can."""
+    """Why a ledger cannot record a variant's cost to a group; empty if it can."""
     if not group.opted_out and cost.noise_multiplier == 0 and cost.sampling_rate > 0:
         return f"gives {group.name!r} no noise, so that the ledger would record an infinite epsilon"
     if has_public_statistics and (cost.noise_multiplier > 0 or cost.free):

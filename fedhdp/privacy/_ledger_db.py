@@ -48,7 +48,7 @@ class DamagedLedgerError(LedgerError):
 
 
 class OtherFileError(LedgerError):
-    """A file that says that it is no ledger, or one of another version."""
+    """A file whose header is another program's, or of another version of ledgers."""
 
 
 class LedgerFile:
@@ -181,7 +181,8 @@ class LedgerFile:
             yield
         except sqlite3.Error as error:
             name = "_".join(getattr(error, "sqlite_errorname", "").split("_")[:2])
-            if name in DAMAGE:
+            is_misuse = isinstance(error, sqlite3.ProgrammingError)  # of a closed file, say
+            if name in DAMAGE and not is_misuse:
                 raise self._damaged(str(error)) from error
             raise self._error(f"{ERRORS.get(name, 'cannot be used')} ({error})", "path", self.path) from error
 

@@ -64,12 +64,12 @@ def restore(copy: str | Path, path: str | Path) -> Path | None:
 
 
 def _name_of_damaged(path: Path, is_of_copy: bool) -> Path:
-    """The name that a damaged ledger gets; ``is_of_copy``: its journal is that of the backup."""
+    """A free name for the damaged ledger; ``is_of_copy``: whether its journal begins as the backup's."""
     try:
         Ledger(path, read_only=True).close()
     except DamagedLedgerError:
         pass
-    except OtherFileError:  # where its header is damaged, which says what it is
+    except OtherFileError:  # a damaged header, if the contents are those of the backup
         if not is_of_copy:
             raise
     else:

@@ -70,8 +70,8 @@ def _curve_panel(charts: Charts, number: int, group: GroupAudit) -> Panel:
     figure = charts.add(f"attack-{number}", lines, ATTACK_AXES, unit="canaries found, %")
     verdict = "does not refute the claim" if attack.holds else "refutes the claim"
     title = join([name(short(group.name)), f": the attack {verdict}"])
-    words = f"{attack.with_canary:,} scores with a canary, {attack.without_canary:,} without: by chance so few may lie above"
-    words += " the claim. The bounds below count that in. Dashed: guessing."
+    words = f"{attack.with_canary:,} scores with a canary, {attack.without_canary:,} without. With so few, the"
+    words += " curve may be above the claim by chance, which the bounds below allow for. Dashed: guessing."
     return Panel(title, join([figure, caption(words)]))
 
 

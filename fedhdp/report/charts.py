@@ -60,7 +60,7 @@ class Axes(NamedTuple):
         places: Names of the places 0, 1, …, where x has no scale.
         y_range: The least and the largest y that are shown at least; None: those of the data.
         fixed: Whether the range is exactly that.
-        limits: The least and the largest y that there can be; intervals end there. None: no limits.
+        limits: The least and the largest possible y, at which intervals are cut. None: no limits.
         format: A value of y as text.
         smooth: Whether the script may smooth its lines.
         diagonal: Whether there is a line where y is x.
@@ -154,7 +154,7 @@ def draw(ident: str, lines: Sequence[Line], axes: Axes, references: Sequence[Ref
 
 def _clipped(ident: str, parts: Sequence[Html]) -> list[Html]:
     """What is drawn inside the axes alone."""
-    width, height = WIDTH - RIGHT - LEFT + DOT, HEIGHT - BOTTOM - TOP + DOT  # the last and the highest dot are whole
+    width, height = WIDTH - RIGHT - LEFT + DOT, HEIGHT - BOTTOM - TOP + DOT  # so that dots at the edges are not cut
     area = _void("rect", x=LEFT, y=TOP - DOT, width=width, height=height)
     return [element("clipPath", area, id=f"{ident}-area"), element("g", *parts, clip_path=f"url(#{ident}-area)")]
 

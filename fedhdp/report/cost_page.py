@@ -111,7 +111,7 @@ def plan_page(plans: Mapping[str, Plan]) -> str:
 
 
 def _plan_lead(plans: Mapping[str, Plan]) -> str:
-    """What the levels gain; of several sets, the error of each."""
+    """The gain of the levels; for several sets of levels, the error of each."""
     if len(plans) == 1:
         [plan] = plans.values()
         return with_isolated(describe_gain(plan), [level.name for level in plan.levels])

@@ -32,8 +32,21 @@ MARKS: dict[str, tuple[str, str]] = {
 }
 
 
-TURNING = {"R", "AL", "AN", "RLE", "RLO", "LRE", "LRO", "RLI", "LRI", "FSI", "PDF", "PDI"}  # the direction of writing
-ISOLATES = "\u2066\u2067\u2068\u2069"  # with which a name could end its own isolation
+DIRECTIONAL = {
+    "R",
+    "AL",
+    "AN",
+    "RLE",
+    "RLO",
+    "LRE",
+    "LRO",
+    "RLI",
+    "LRI",
+    "FSI",
+    "PDF",
+    "PDI",
+}  # Unicode's classes of characters that change the direction of writing
+ISOLATES = "\u2066\u2067\u2068\u2069"  # removed from names, which could end their isolation with them
 
 
 class Html(str):
@@ -74,8 +87,8 @@ def short(value: str, length: int = 42) -> str:
 
 
 def isolated(value: str) -> str:
-    """A name for a sentence or a joined label: its direction of writing ends where it does."""
-    if not any(unicodedata.bidirectional(letter) in TURNING for letter in value):
+    """A name whose direction of writing cannot change that of the text around it."""
+    if not any(unicodedata.bidirectional(letter) in DIRECTIONAL for letter in value):
         return value
     return f"\u2068{''.join(letter for letter in value if letter not in ISOLATES)}\u2069"
 
@@ -202,7 +215,7 @@ def _classes(toggles: Sequence[Sequence[int]]) -> str:
 
 
 def style_of(algorithm: str, other: int = 0) -> str:
-    """The class of an algorithm's colour; ``other`` tells those apart that have none of their own."""
+    """The CSS class of an algorithm's colour; ``other`` numbers the algorithms that have no colour of their own."""
     return f"c-{algorithm.replace('_', '-')}" if algorithm in COLOURS else f"c-other-{other % len(OTHER_COLOURS)}"
 
 

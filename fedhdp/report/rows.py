@@ -30,7 +30,7 @@ from fedhdp.results.stored import RepeatedRun, StoredVariant, read_runs
 MODELS = {"global": "global model", "personal": "personal models"}
 REPEATED = ("dp_fedavg", "non_private", "local_only", "gdpfed")  # algorithms that also change clip or noise, in one way
 SHARES_NOISE = ("idp_scale", "idp_sample")
-PALER = 2  # times that dashes begin again, each paler
+PALER = 2  # paler shades, once all dashes are used
 SAME = 1e-6  # relative difference up to which two epsilons are the same
 
 
@@ -189,11 +189,11 @@ class Study(NamedTuple):
 
     @property
     def limits(self) -> tuple[float, float] | None:
-        """The least and the largest value that the metric can have in charts; None where it is no rate."""
+        """The least and the largest value of the metric in charts; None if it is not a share."""
         return (0.0, 100.0) if self.metric.percent else None
 
     def sentence(self, words: str) -> str:
-        """A sentence on variants and groups: no name turns the direction of writing of the rest."""
+        """A sentence in which the names of variants and groups are isolated (see `with_isolated`)."""
         return with_isolated(words, dict.fromkeys((*(row.result.name for row in self.rows), *self.groups)))
 
     def scaled(self, value: float) -> float:
@@ -268,7 +268,7 @@ def _labels(runs: Sequence[RepeatedRun]) -> list[str]:
 
 
 def without_shared_folders(directories: Sequence[Path]) -> list[str]:
-    """Directories without the folders that they share: a page that is mailed does not say where they lay."""
+    """Directories without the folders that they share, so that a page does not show where on a machine they are."""
     paths = [path.absolute() for path in directories]
     shared = Path(os.path.commonpath([path.parent for path in paths]))
     return [path.relative_to(shared).as_posix() for path in paths]

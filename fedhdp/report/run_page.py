@@ -113,7 +113,7 @@ def _state(study: Study) -> str:
 
 
 def _sentences(study: Study) -> list[str]:
-    """What came out: the first sentence is the page's headline, the others are about clients' own data."""
+    """The result in sentences: the first is the page's headline, the others are about clients' own data."""
     words = "nothing of what was measured may be published" if study.public else "nothing is measured yet"
     return headline([[variant.result for variant in row.seeds] for row in study.rows]) or [
         f"{pluralize(len(study.rows), 'variant')}; {words}."
@@ -219,7 +219,7 @@ def publishing_section(study: Study) -> Section:
 
 
 def _several(values: Iterable[Content], otherwise: str, at_most: int = 3) -> Html:
-    """Different values; of many the first and how many more there are."""
+    """The different values; if there are many, the first ones and the number of the others."""
     unique = list(dict.fromkeys(value for value in values if value))
     rest = [f"and {len(unique) - at_most + 1} more"] if len(unique) > at_most else []
     return join([*unique[: at_most - len(rest)], *rest] or [otherwise], "; ")

@@ -113,7 +113,7 @@ def rivals_table(comparison: Comparison) -> TextTable:
 
 
 def rivals_sentence(comparison: Comparison) -> str:
-    """Which rivals win against FedHDP: those that are above it by more than half of the interval."""
+    """Which rivals win against FedHDP: those that are above it by more than the ± of the difference."""
     parts, methods = _parts_and_methods(comparison)
     rows = [(part, method) for part in parts for method in methods if rival_labels("", [f": {method}"])]
     cells = {row: cell for row in rows if (cell := _above_ours(comparison, *row)) is not None}
@@ -123,9 +123,7 @@ def rivals_sentence(comparison: Comparison) -> str:
         return "One seed decides no winner."
     winners = [f"{part}: {method} ({_format_gain(cell)})" for (part, method), cell in cells.items() if _wins(cell)]
     if not winners:
-        return (
-            f"None of {len(cells)} rows of rivals is above FedHDP by more than half of the interval of the difference."
-        )
+        return f"None of {len(cells)} rows of rivals is above FedHDP by more than the ± of the difference."
     return f"Rivals win in {len(winners)} of {len(cells)} rows: {'; '.join(winners)}."
 
 

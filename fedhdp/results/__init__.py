@@ -3,7 +3,7 @@
 values         schema.py, metrics.py
 on disk        store.py, files.py, provenance.py; loggers.py: TensorBoard, MLflow, Weights & Biases
 read back      stored.py, models.py; disclosure.py: what may be published
-for people     tables.py, comparison.py, headline.py; series.py, figures.py, palette.py
+shown          tables.py, comparison.py, headline.py; series.py, figures.py, palette.py
 """
 
 from fedhdp.results.metrics import group_rows, half_interval

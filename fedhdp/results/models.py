@@ -103,7 +103,7 @@ class PersonalModels(Mapping[str, Arrays]):
         if declared != ((len(ids), sum(array.size for array in shapes.values())), np.dtype(np.float32)):
             raise DamagedRunError(f"{self._path} is damaged: it has {declared[1]} of the shape {declared[0]}")
         self._row_of = {client: row for row, client in enumerate(ids)}
-        checksums = path / PERSONAL_CHECKSUMS_FILE  # older runs have none
+        checksums = path / PERSONAL_CHECKSUMS_FILE  # runs of older versions have none
         self._crc_K = read_arrays(checksums, ["crc32"])["crc32"] if checksums.exists() else None
 
     def __getitem__(self, client: str) -> Arrays:

@@ -112,7 +112,7 @@ def checkpoint_bytes(directory: Path) -> int:
 
 
 class LockedDirectory:
-    """A directory to which one process writes at a time.
+    """A directory that one process at a time has open for writing.
 
     Raises:
         RunError: If another process has locked it.

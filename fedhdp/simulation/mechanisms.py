@@ -1,4 +1,4 @@
-"""The mechanisms of a simulation. A run is one global training: mechanisms that differ in their pulls alone share it."""
+"""The mechanisms of a simulation. Those that differ in their pulls alone share a run: one training of a global model."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ def test_process_that_finds_no_others_is_one_line(tmp_path, capfd):
     assert _report([Worker(place, started, tmp_path / "errors")], tmp_path / "note") == 1
     line = capfd.readouterr().err.splitlines()[-1]
     assert line.startswith(
-        "fedhdp: another process died or is out of reach, which ended process 1 of 2 (not all 2 came"
+        "fedhdp: another process died or is out of reach, which ended process 1 of 2 (not all 2 connected"
     )
     assert "at localhost:1 within 1 s" in line
 

@@ -232,6 +232,9 @@ TYPICAL: dict[str, Callable] = {
     ),
     "a transform": lambda p, x, key: jnp.abs(jnp.fft.rfft(x)) @ p["w"][:4],
     "bytes": lambda p, x, key: (x * 8).astype(jnp.uint8).astype(jnp.float32) @ p["w"] + x @ p["w"],
+    "a sum over all axes": lambda p, x, key: (
+        jnp.tanh(x) @ p["w"] + jnp.einsum("ij,ij->", p["square"], jnp.full((4, 4), 1.5))
+    ),
     "a constant": lambda p, x, key: jnp.zeros((len(x), 4)) + p["w"][0],
 }
 

@@ -40,7 +40,7 @@ class GroupAudit(msgspec.Struct, frozen=True):
     holds: bool
 
     def verdict(self, attack: Attack) -> str:
-        """What an attack on this group says; of clients without noise, whether it finds them at all."""
+        """The result of an attack on this group in a word; for clients without noise, whether it finds them."""
         if self.opted_out and attack is self.known_coins:
             return {True: "found", False: "NOT FOUND", None: "too few"}[self.found]
         return "holds" if attack.holds else "REFUTED"

@@ -179,6 +179,8 @@ class LedgerFile:
         """SQLite's errors as a LedgerError of one line that names the file."""
         try:
             yield
+        except UnicodeDecodeError as error:  # SQLite's message has damaged text of the file in it
+            raise self._damaged(str(error)) from error
         except sqlite3.Error as error:
             name = "_".join(getattr(error, "sqlite_errorname", "").split("_")[:2])
             is_misuse = isinstance(error, sqlite3.ProgrammingError)  # of a closed file, say

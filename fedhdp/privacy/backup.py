@@ -82,7 +82,7 @@ def _identity(path: Path) -> str | None:
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
             return journal.identity(db)
-    except (sqlite3.Error, TypeError):
+    except (sqlite3.Error, TypeError, UnicodeDecodeError):
         return None
 
 

@@ -366,6 +366,20 @@ def test_a_ledger_whose_first_entry_is_damaged_can_be_restored(tmp_path, path, l
     assert restore(tmp_path / "copy", path) == Path(f"{path}.damaged-1")
 
 
+def test_a_definition_that_is_no_text_is_refused_in_one_line_and_restored(tmp_path, path, ledger):
+    """SQLite quotes it in its message, which Python then cannot read."""
+    backup(path, tmp_path / "copy")
+    ledger.close()
+    content = bytearray(path.read_bytes())
+    content[content.index(b"CREATE TABLE")] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(LedgerError) as error:
+        Ledger(path)
+    assert "\n" not in str(error.value)
+    assert restore(tmp_path / "copy", path) == Path(f"{path}.damaged-1")
+    Ledger(path).close()
+
+
 def test_a_backup_takes_no_other_programs_place(tmp_path, path, ledger):
     backup(path, tmp_path / "copy")
     other = tmp_path / "other.db"

@@ -366,12 +366,12 @@ def test_a_ledger_whose_first_entry_is_damaged_can_be_restored(tmp_path, path, l
     assert restore(tmp_path / "copy", path) == Path(f"{path}.damaged-1")
 
 
-def test_a_definition_that_is_no_text_is_refused_in_one_line_and_restored(tmp_path, path, ledger):
-    """SQLite quotes it in its message, which Python then cannot read."""
+def test_a_table_whose_name_is_no_text_is_refused_in_one_line_and_restored(tmp_path, path, ledger):
+    """SQLite quotes the name in its message, which Python then cannot read."""
     backup(path, tmp_path / "copy")
     ledger.close()
     content = bytearray(path.read_bytes())
-    content[content.index(b"CREATE TABLE")] ^= 0xFF
+    content[content.index(b"tablejournal") + 5] ^= 0xFF
     path.write_bytes(content)
     with pytest.raises(LedgerError) as error:
         Ledger(path)

@@ -77,7 +77,7 @@ def read_contents(name: str, directory: Path | None = None) -> Contents | None:
         return None
     try:
         contents = msgspec.json.decode(raw, type=Contents)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is damaged: {error}; import {name} again", "file", path) from error
     if contents.version != VERSION or contents.dataset != name:
         stored = f"{contents.dataset} in format {contents.version}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from typing import Any
 
@@ -52,6 +53,8 @@ def as_weight(value: Any, field: str) -> float | ScheduleConfig:
     """
     weight = as_schedule(value, field)
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if isinstance(weight, int):
+        require(abs(weight) <= sys.float_info.max, field, weight, "a number of double precision")
     require(is_number or isinstance(weight, ScheduleConfig), field, value, "a number, or a table with a schedule")
     return float(weight) if is_number else weight
 

@@ -227,7 +227,7 @@ def read_summary(path: Path, table: str | None = None) -> Comparison:
     """
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_File)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RunError(f"{path} is not the summary of a table: {error}", "--out", path) from None
     if table not in (None, file.table):
         raise RunError(f"{path} has {file.table}, not {table}", "--out", path)

@@ -103,7 +103,7 @@ def read_value(path: Path, kind: type) -> Any:
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind, strict=False)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DamagedRunError(f"{path} is damaged: {error}") from error
 
 

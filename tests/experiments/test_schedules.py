@@ -60,6 +60,7 @@ def test_weights_of_all_rounds_are_optax_s():
     [
         ('"much"', "variants[1].weights.private"),
         ("true", "variants[1].weights.private"),
+        pytest.param("9" * 400, "variants[1].weights.private", id="more than a double"),
         ("{ value = 1 }", "variants[1].weights.private.schedule"),
         ('{ schedule = "linear" }', "variants[1].weights.private.schedule"),
         ('{ schedule = "linear_schedule", init_value = 1, end_value = 0 }', None),  # an argument is missing

@@ -67,7 +67,7 @@ def test_unknown_epsilon_is_null_in_json(tmp_path):
     assert read_value(path, GroupResult).epsilon is None
 
 
-@pytest.mark.parametrize("content", [b"", b'{"name": "x"', b"{}", b'{"nome": 1}'])
+@pytest.mark.parametrize("content", [b"", b'{"name": "x"', b"{}", b'{"nome": 1}', b'{"n\xad": 1}'])
 def test_damaged_json_is_refused(content, tmp_path):
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(DamagedRunError) as error:

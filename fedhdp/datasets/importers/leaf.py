@@ -92,7 +92,7 @@ def _check_numbering(shards: dict[str, list[Path]]) -> None:
 
 
 def _read_shard(path: Path) -> _Shard:
-    with refuse_damaged(path, msgspec.MsgspecError):
+    with refuse_damaged(path, msgspec.MsgspecError, UnicodeDecodeError):
         return msgspec.json.decode(path.read_bytes(), type=_Shard)
 
 

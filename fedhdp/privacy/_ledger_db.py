@@ -40,6 +40,7 @@ ERRORS = {  # by the first two words of SQLite's name
     "SQLITE_CANTOPEN": "cannot be opened",
     "SQLITE_READONLY": "cannot be written, so no round can be charged",
 }
+MAX_VERSION = 1000  # above it a version is damage
 DAMAGE = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "")  # "": text that is not UTF-8
 
 
@@ -140,7 +141,9 @@ class LedgerFile:
             raise OtherFileError(message, "path", self.path)
         if version != VERSION:
             message = f"{self.path}: a ledger of version {version}, while this fedhdp reads version {VERSION} alone"
-            raise OtherFileError(message, "version", version)
+            # A later version's ledger may have more charges than a backup, which must not take its place.
+            error = LedgerError if VERSION < version < MAX_VERSION else OtherFileError
+            raise error(message, "version", version)
 
     def _check_contents(self) -> None:
         """Refuse a file that is damaged, or that another program has changed."""

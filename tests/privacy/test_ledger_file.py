@@ -380,6 +380,18 @@ def test_a_table_whose_name_is_no_text_is_refused_in_one_line_and_restored(tmp_p
     Ledger(path).close()
 
 
+def test_a_backup_takes_no_later_versions_place(tmp_path, path, ledger):
+    """It may have more charges than the backup, which an earlier fedhdp cannot see."""
+    backup(path, tmp_path / "copy")
+    ledger.close()
+    content = bytearray(path.read_bytes())
+    content[60:64] = (int.from_bytes(content[60:64], "big") + 1).to_bytes(4, "big")  # SQLite's user_version
+    path.write_bytes(content)
+    with raises_field("version", LedgerError):
+        restore(tmp_path / "copy", path)
+    assert path.read_bytes() == content
+
+
 def test_a_backup_takes_no_other_programs_place(tmp_path, path, ledger):
     backup(path, tmp_path / "copy")
     other = tmp_path / "other.db"
